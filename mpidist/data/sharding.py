@@ -1,7 +1,4 @@
-"""Which replica reads which rows, in which order. Integers only, no communication.
-
-This is the only sharding formula of the package.
-"""
+"""Which replica reads which rows, in which order. Integers only, no communication."""
 
 from __future__ import annotations
 

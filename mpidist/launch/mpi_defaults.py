@@ -32,7 +32,7 @@ os.environ.setdefault("OMPI_MCA_osc_ucx_verbose", "-1")
 
 if launchers.is_elastic(os.environ):
     # After a death, Open MPI sometimes waits for dead ranks at its end.
-    # (`launch.leave_together` synchronises the end of programs instead.)
+    # (`resilience.exit_handling` synchronises the end of programs instead.)
     os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
 
 # srun's variables for mpirun's daemons are not for the ranks: MPICH fails if it finds

@@ -29,7 +29,7 @@ class CountPlan(NamedTuple):
     Args:
       call: what the ranks compare.
       number: its digest.
-      pages: the counts and bytes of all ranks, see `Comparison.pages`; None if the
+      pages: the counts and bytes of all ranks, see `Payload`; None if the
         counts are sent separately.
       most_bytes: bytes of arrays that each rank can send along; -1 for none.
       options: see `CommunicationOptions`.

@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 from mpidist.comm.consensus.barrier import NodeBarrier, words_of
 from mpidist.comm.consensus.signatures import CallSignature
+from mpidist.comm.consensus.tags import Tag
 from mpidist.comm.consensus.waiting import Departures, Requests, RequestWaiter
 
 __all__ = [
@@ -34,7 +35,6 @@ __all__ = [
 _HEADER_BYTES = 32
 _RANK_BITS = 20
 _ALIGNMENT_BYTES = 16
-_PAIR_TAG = 8  # `transports` and `waiting` have others
 # The state of a rank in a comparison: 0, or one of these
 FAILED = 1  # it cannot continue
 LARGE = 2  # its payload has integers so large that their sums may overflow
@@ -270,8 +270,8 @@ class GatherComparison(PayloadComparison):
             rank, other = comm.Get_rank(), 1 - comm.Get_rank()
             self._send = self._received[rank]  # in the gathered array
             self._pair = [
-                comm.Recv_init(self._received[other], other, _PAIR_TAG),
-                comm.Send_init(self._send, other, _PAIR_TAG),
+                comm.Recv_init(self._received[other], other, Tag.PAIR),
+                comm.Send_init(self._send, other, Tag.PAIR),
             ]
         self._mine: Any = words_of(self._send)
         self._words = list(map(words_of, self._received))

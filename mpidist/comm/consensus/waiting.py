@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
+from mpidist.comm.consensus.tags import Tag
 from mpidist.errors import CollectiveError, DeadlineError, DivergenceError
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ __all__ = [
 
 Requests = MPI.Request | list[MPI.Request]
 
-# Of departures, of the announcements of `RollCall`, and of `resilience.deadlocks`
-_TAG, _HERE_TAG, _PROBE_TAG = 2, 1, 3
 _MOST_BYTES = 2000  # so small a message is sent eagerly
 _MOST_DIRECT = 16
 
@@ -58,7 +57,7 @@ class Departures:
     """Detects ranks that have left a collective: the communicator is unusable then.
 
     Args:
-      comm: the communicator; its tag 2 is used for nothing else.
+      comm: the communicator.
       channel: its number, unique on all of its ranks. It is in each message, because
         MPICH delivers unreceived messages of a freed communicator to the next one.
     """
@@ -87,7 +86,7 @@ class Departures:
 
     def _send(self, data: Any) -> None:
         receivers = _receivers(self._comm.Get_rank(), self._comm.Get_size())
-        requests = [self._comm.Isend(data, rank, _TAG) for rank in receivers]
+        requests = [self._comm.Isend(data, rank, Tag.DEPARTURE) for rank in receivers]
         self._sent.append((data, requests))
 
     def find(self) -> str | None:
@@ -95,7 +94,10 @@ class Departures:
         if self.deadlock is not None:
             return self.deadlock
         with self._lock:
-            while not self._found and (message := self._comm.Improbe(tag=_TAG)):
+            while not self._found:
+                message = self._comm.Improbe(tag=Tag.DEPARTURE)
+                if message is None:
+                    break
                 data = np.zeros(8 + _MOST_BYTES, np.uint8)
                 message.Recv(data)
                 if np.array_equal(data[:8], self.channel):
@@ -124,20 +126,20 @@ class Departures:
     def send_announcement(self, data: Any) -> None:
         """Send where ranks wait, see `RollCall`. Any thread."""
         receivers = _receivers(self._comm.Get_rank(), self._comm.Get_size())
-        self._send_counted(data, receivers, _HERE_TAG)
+        self._send_counted(data, receivers, Tag.ANNOUNCEMENT)
 
     def receive_announcement(self) -> Any:
         """Return what a rank has announced, or None. Any thread."""
-        return self._receive_counted(_HERE_TAG)
+        return self._receive_counted(Tag.ANNOUNCEMENT)
 
     def send_probe(self, data: bytes, receivers: list[int]) -> None:
         """Send a message of `resilience.deadlocks`. Any thread."""
         both = np.concatenate([self.channel, np.frombuffer(data, np.uint8)])
-        self._send_counted(both, receivers, _PROBE_TAG)
+        self._send_counted(both, receivers, Tag.PROBE)
 
     def receive_probe(self) -> bytes | None:
         """Return a message of `resilience.deadlocks`, or None. Any thread."""
-        while (data := self._receive_counted(_PROBE_TAG)) is not None:
+        while (data := self._receive_counted(Tag.PROBE)) is not None:
             if np.array_equal(data[:8], self.channel):
                 return bytes(data[8:])
         return None

@@ -18,6 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist.comm import arithmetic, packing
+from mpidist.comm.consensus.tags import Tag
 from mpidist.comm.consensus.waiting import abandon
 
 __all__ = [
@@ -34,7 +35,6 @@ MOST_RANKS = 16
 # For longer messages MPI uses a rendezvous, and ranks that share cores answer slowly:
 # over Ethernet, 4 nodes of 2 ranks on 2 cores take a third of the time
 MESSAGE_BYTES = 32 << 10
-_PART_TAG, _TOTAL_TAG = 4, 5  # `MpiTransport` and `consensus.waiting` have others
 Wait = Callable[[list[MPI.Request]], None]
 
 
@@ -130,7 +130,7 @@ class BlockSum(InFlight):
         mine = narrow[own].copy() if is_same else narrow[own]
         self._parts[self._rank] = mine
         sends = [narrow[part] for part in self._slices]
-        self._exchange(_PART_TAG, self._parts, sends)
+        self._exchange(Tag.BLOCK_PART, self._parts, sends)
 
     def share(self, wait: Wait) -> None:
         """Add this rank's part, and send the total to all."""
@@ -155,7 +155,7 @@ class BlockSum(InFlight):
         # What was sent of `receive` has left: the requests of the first exchange are
         # complete, so other ranks' totals may overwrite it.
         places = [totals[part] for part in self._slices]
-        self._exchange(_TOTAL_TAG, places, [places[self._rank]])
+        self._exchange(Tag.BLOCK_TOTAL, places, [places[self._rank]])
 
     def end(self, wait: Wait) -> None:
         """Wait until the sum is complete."""

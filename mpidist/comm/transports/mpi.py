@@ -12,12 +12,12 @@ from mpi4py import MPI
 from mpidist.comm import packing
 from mpidist.comm.consensus.comparison import SharedMemoryComparison
 from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.tags import Tag
 
 __all__ = ["MpiTransport", "bytes_of"]
 
 # MPI libraries before MPI-4 count in 32 bits, and some fail far below that limit
 _MOST_BYTES = 1 << 30
-_TAG = 3  # `consensus.waiting` uses others
 
 
 class MpiTransport:
@@ -164,6 +164,7 @@ class MpiTransport:
     ) -> None:
         """Send to one rank and receive from another, in pieces, until all are done."""
         comm, rank, ranks = self._comm, self._comm.Get_rank(), self._comm.Get_size()
+        most = self.most_bytes
         starts_to = [0, *itertools.accumulate(bytes_to)]
         starts_from = [0, *itertools.accumulate(bytes_from)]
         # In each turn every rank sends to one rank and gets from one
@@ -174,11 +175,11 @@ class MpiTransport:
             # Receives first, and nothing blocks: two ranks that send to each other must
             # not wait for each other's receive
             requests = [
-                comm.Irecv([place[k : k + self.most_bytes], MPI.BYTE], source, _TAG)
-                for k in range(0, place.size, self.most_bytes)
+                comm.Irecv([place[k : k + most], MPI.BYTE], source, Tag.PIECE)
+                for k in range(0, place.size, most)
             ] + [
-                comm.Isend([mine[k : k + self.most_bytes], MPI.BYTE], to, _TAG)
-                for k in range(0, mine.size, self.most_bytes)
+                comm.Isend([mine[k : k + most], MPI.BYTE], to, Tag.PIECE)
+                for k in range(0, mine.size, most)
             ]
             for request in requests:
                 self._wait(request, deadline, operation)

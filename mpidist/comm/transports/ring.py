@@ -17,12 +17,12 @@ from typing import Any
 from mpi4py import MPI
 
 from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.tags import Tag
 from mpidist.comm.transports.blocks import InFlight, pieces_of
 from mpidist.comm.transports.mpi import MpiTransport, bytes_of
 
 __all__ = ["RingTransport"]
 
-_TAG, _NODE_TAG = 6, 7  # `blocks` has others
 _MOST_PIECES = 4096  # of one array
 
 
@@ -98,22 +98,22 @@ class RingTransport(MpiTransport):
         # first.
         for rank in self._backwards[1:]:
             if self._is_sent_back(rank, own):
-                receive(rank, rank, _NODE_TAG)
+                receive(rank, rank, Tag.RING_IN_NODE)
             else:
                 is_passed = not self._is_sent_back(rank, following)
-                coming += [(*p, is_passed) for p in receive(rank, previous, _TAG)]
+                coming += [(*p, is_passed) for p in receive(rank, previous, Tag.RING)]
         for piece in pieces_of(parts[own], _MOST_PIECES):
             if not self._is_sent_back(own, following):
-                send(piece, following, _TAG)
+                send(piece, following, Tag.RING)
             for rank in self._near:
                 if rank < own:
-                    send(piece, rank, _NODE_TAG)
+                    send(piece, rank, Tag.RING_IN_NODE)
         for piece, request, is_passed in coming:
             # Piece by piece: each is forwarded as soon as it arrives, while the next
             # one arrives.
             wait(request)
             if is_passed:
-                send(piece, following, _TAG)
+                send(piece, following, Tag.RING)
         flight.wait_for_all(wait)
 
     def _is_sent_back(self, source: int, rank: int) -> bool:

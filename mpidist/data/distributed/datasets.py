@@ -168,6 +168,7 @@ class DistributedDataset:
             return divide(whole.pipeline, policy, *where), policy
 
         pipeline, policy = extended.consensus.guard(call, choose)
+        chosen = options or InputOptions()
         # Before `describe`, which needs the indexes: each file is opened by one rank
         if policy is not AutoShardPolicy.FILE:
             share_indexes(extended, pipeline, call)
@@ -181,9 +182,8 @@ class DistributedDataset:
                 ("auto_shard_policy", policy.name),
                 ("dataset", pipeline.describe()),
                 ("batches", pipeline.cardinality if is_alike else "its own"),
+                ("balance_batches", chosen.balance_batches),
             )
-            if options is not None and options.balance_batches:
-                agreed += (("balance_batches", True),)
             if is_global(policy) and extended.num_replicas > 1:
                 agreed += describe_contents(pipeline, extended.replica_id)
             reads_all = not is_global(policy)
@@ -200,9 +200,8 @@ class DistributedDataset:
         # All ranks iterate over all of a generator; only indexed datasets are read in
         # slices.
         is_sliced = is_global(policy) and isinstance(pipeline, MapDataset)
-        options = options or InputOptions()
         slices = extended.num_replicas if is_sliced else 1
-        first = BatchShare(slices, 0, options.balance_batches)
+        first = BatchShare(slices, 0, chosen.balance_batches)
         plan = ReadPlan(
             extended,
             share(extended, pipeline, Epoch(0, entropy), first),
@@ -210,7 +209,7 @@ class DistributedDataset:
             is_batched=True,
             cardinality=origin.cardinality,
             origin=origin,
-            options=options,
+            options=chosen,
             # The number of collective calls is the same on all ranks, so it names the
             # dataset.
             serial=extended.consensus.calls,
@@ -472,7 +471,7 @@ def _naming(rank: int) -> Iterator[None]:
         yield
     except DataError as error:
         named = DataError(f"{error} (on rank {rank})")
-        named.origin_rank = rank  # type: ignore[attr-defined]  # as agree.py has it
+        named.origin_rank = rank  # type: ignore[attr-defined]  # as in `consensus`
         raise named from error
 
 

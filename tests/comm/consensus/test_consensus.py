@@ -21,6 +21,7 @@ from mpidist.comm.consensus.barrier import NodeBarrier
 from mpidist.comm.consensus.comparison import SharedMemoryComparison
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.signatures import CallSignature
+from mpidist.comm.consensus.tags import Tag
 from mpidist.util import nest
 
 # What pickle raises for a function without a name of its own, by Python's version
@@ -267,7 +268,7 @@ def test_messages_of_a_freed_communicator_mean_nothing_to_the_next(comm, several
     for length in (8, 16, 17, 40, 2000):
         old = Consensus(comm.Dup())
         for rank in others:
-            old.comm.Isend(np.ones(length, np.uint8), rank, waiting._HERE_TAG)
+            old.comm.Isend(np.ones(length, np.uint8), rank, Tag.ANNOUNCEMENT)
         old.departures.announce("it is over", is_deadline=False)
         old.comm.Barrier()
         old.close()

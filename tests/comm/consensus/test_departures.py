@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import time
 
+import numpy as np
 import pytest
 
 import mpidist
 from mpidist.comm.consensus import waiting
+from mpidist.comm.consensus.tags import Tag
+from mpidist.comm.transports.mpi import MpiTransport
 
 BEGIN = """
 import os, signal, sys, time
@@ -409,3 +412,22 @@ def test_ranks_that_wait_elsewhere_are_not_missing(comm, monkeypatch, most_direc
             roll_call.exchange(time.monotonic())
     assert waiting.RequestWaiter(own, departures).drain()
     own.Free()
+
+
+def test_a_look_for_deadlocks_takes_no_other_message(strategy, comm):
+    consensus, ranks = strategy.extended.consensus, comm.size
+    transport = MpiTransport(consensus, most_bytes=1)  # sends in pieces
+    departures = consensus.departures
+    mine, found = np.full(ranks, comm.rank, np.uint8), np.empty(ranks, np.uint8)
+    comm.Barrier()
+    if comm.rank > 0:
+        while not consensus.comm.Iprobe():  # rank 0 has begun
+            pass
+        assert departures.receive_probe() is None
+    ones, deadline = [1] * ranks, time.monotonic() + 60
+    transport.alltoallv(mine, ones, found, ones, deadline, "all_to_all", True)
+    assert found.tolist() == list(range(ranks))
+
+
+def test_messages_of_one_communicator_have_tags_of_their_own():
+    assert len({int(tag) for tag in Tag}) == len(Tag.__members__)

@@ -1,0 +1,27 @@
+"""The tags of this library's messages: of one communicator, each for one purpose."""
+
+from __future__ import annotations
+
+import enum
+
+__all__ = ["Tag"]
+
+
+@enum.unique
+class Tag(enum.IntEnum):
+    """Who sends messages.
+
+    A rank that looks for messages with one tag must not receive others: most of these
+    share the communicator of a strategy.
+    """
+
+    ANNOUNCEMENT = 1  # `consensus.waiting`: where a rank waits
+    DEPARTURE = 2  # the same: why a rank has left
+    PROBE = 3  # `resilience.deadlocks`
+    BLOCK_PART = 4  # `transports.blocks`
+    BLOCK_TOTAL = 5
+    RING = 6  # `transports.ring`, between nodes
+    RING_IN_NODE = 7
+    PAIR = 8  # `consensus.comparison`, of two ranks
+    PIECE = 9  # `transports.mpi`: of large arrays, from each rank to each
+    CLOCK = 10  # `monitor.clocks`
