@@ -170,7 +170,7 @@ class Watch(threading.Thread):
     def look_for_ended(self, consensus: Consensus, now: float) -> None:
         """End the job if a process of this node has ended before its time.
 
-        At the end of the program all ranks synchronise, see `exit_handling.leave_together`.
+        At the end of the program all ranks synchronise, see `exit_handling`.
         Launchers get some time to report more, and to end the job themselves.
         """
         gone = process_monitor.ended(consensus.pids)

@@ -197,8 +197,7 @@ class DistributedDataset:
             return cls._of_own_batches(extended, pipeline, options, call)
         # Drawn by rank 0 for all: an order must not differ between ranks.
         entropy = _draw(extended, pipeline.needs_entropy)
-        # All ranks iterate over all of a generator; only indexed datasets are read in
-        # slices.
+        # Of a generator all ranks read all; only indexed datasets are read in slices.
         is_sliced = is_global(policy) and isinstance(pipeline, MapDataset)
         slices = extended.num_replicas if is_sliced else 1
         first = BatchShare(slices, 0, chosen.balance_batches)
