@@ -36,6 +36,12 @@ _OPS = {
     for name, op in dist.ReduceOp.RedOpType.__members__.items()
 }
 
+# Not whether there is a GPU: CUDA would start, before a rank has chosen its GPU
+_DEVICES = [
+    torch.device(kind)
+    for kind in ("cpu", "cuda")
+    if kind == "cpu" or torch.backends.cuda.is_built()
+]
 _FOLDER = os.path.dirname(__file__) + os.sep
 # Where Python calls C++'s backward pass
 _AUTOGRAD = {
@@ -90,7 +96,9 @@ def register(
 ) -> None:
     """Make a backend known, and a rendezvous where the environment has none."""
     if name.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(
+            name, create, extended_api=True, devices=[d.type for d in _DEVICES]
+        )
     # A module that is hidden by its function of the same name
     handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     from_environment = handlers["env"]
@@ -182,7 +190,8 @@ def publish(operations: Any, options: Any, name: str) -> Any:
             group = kind(options.store, rank, size)
             custom = dist.ProcessGroup.BackendType.CUSTOM
             group._set_default_backend(custom)
-            group._register_backend(torch.device("cpu"), custom, backend)
+            for device in _DEVICES:
+                group._register_backend(device, custom, backend)
         group.operations = operations
     _published[operations] = backend, group
     return group or backend
@@ -224,7 +233,7 @@ class _Named:
     """What C++ does not know of a process group without a `Backend`."""
 
     group_name = group_desc = ""
-    _device_types = (torch.device("cpu"),)
+    _device_types = _DEVICES
 
     def _set_group_name(self, name: str) -> None:
         self.group_name = name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.device import arrays
 from mpidist.device.streams import external_stream
 from mpidist.errors import ContextError
+from mpidist.torch.weights import tensors_in
 
 __all__ = [
+    "after_stream",
     "as_array",
     "as_tensor",
     "as_trainer",
@@ -60,6 +63,29 @@ def place_of(tensor: Any) -> str:
     """Return the name of a tensor's device, as of a replica: "GPU:0" or "CPU:0"."""
     kind = "GPU" if is_on_gpu(tensor) else tensor.device.type.upper()
     return f"{kind}:{tensor.device.index or 0}"
+
+
+def after_stream(tensors: Any, run: Callable[[], None]) -> Callable[[], None]:
+    """Return a function for another thread: between the work of this one's stream.
+
+    It runs when what this thread's stream computes now has been computed, and ends when
+    what it copies to the GPU is there. Where no tensor is on a GPU, it is `run`.
+    """
+    if not torch.cuda.is_initialized():
+        return run
+    on_gpu = (t for t in tensors_in(tensors) if t.is_cuda)
+    device = next((tensor.device for tensor in on_gpu), None)
+    if device is None:
+        return run
+    event = torch.cuda.current_stream(device).record_event()
+
+    def synchronized() -> None:
+        with torch.cuda.device(device):
+            event.synchronize()
+            run()
+            torch.cuda.current_stream().synchronize()
+
+    return synchronized
 
 
 def as_trainer(

@@ -41,8 +41,8 @@ _IN_PLACE_DTYPES = {torch.float32, torch.float64, torch.complex64, torch.complex
 class FlatTensor:
     """The elements of a tensor as a contiguous array, which shares its memory.
 
-    Where the tensor is not contiguous, or has lazy bits, the array is a copy, and
-    `store` writes it back.
+    Where the tensor is on a GPU, not contiguous, or has lazy bits, the array is a copy,
+    and `store` writes it back.
     """
 
     def __init__(self, tensor: Any):
@@ -50,16 +50,17 @@ class FlatTensor:
             raise ArgumentTypeError(f"a tensor is needed, not {type(tensor).__name__}")
         if tensor.layout is not torch.strided:
             raise UnsupportedError(f"a {tensor.layout} tensor; pass a dense one")
-        if tensor.device.type != "cpu":
+        if tensor.device.type not in ("cpu", "cuda"):
             raise UnsupportedError(
-                f"a tensor on {tensor.device}: this backend moves tensors on the CPU; "
-                "use init_process_group('cpu:mpidist,cuda:nccl')"
+                f"a tensor on {tensor.device}: this backend moves tensors of the CPU "
+                "and of CUDA's GPUs"
             )
         self._original = tensor
         data = tensor.detach()
-        self.is_copy = not data.is_contiguous() or data.is_conj() or data.is_neg()
+        is_lazy = data.is_conj() or data.is_neg()
+        self.is_copy = data.is_cuda or is_lazy or not data.is_contiguous()
         if self.is_copy:
-            data = torch.empty(data.shape, dtype=data.dtype).copy_(data)
+            data = torch.empty(data.shape, dtype=data.dtype, device="cpu").copy_(data)
         # As `reshape(-1)`, which keeps strides of 0 where there is one element
         self.tensor = data.as_strided((data.numel(),), (1,), data.storage_offset())
         self.size, self.itemsize = data.numel(), data.element_size()
@@ -96,9 +97,7 @@ class FlatTensor:
         return FlatTensor(self.tensor.clone())
 
     def parts(self, sizes: Sequence[int]) -> list[FlatTensor]:
-        """Return the elements in parts."""
-        if self.is_copy:
-            raise UnsupportedError("the output of all_to_all_single is not contiguous")
+        """Return the elements in parts, which share this memory."""
         return [FlatTensor(part) for part in self.tensor.split(list(sizes))]
 
     def require(self, name: str, like: FlatTensor, size: int) -> None:

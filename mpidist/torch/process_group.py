@@ -33,7 +33,7 @@ from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.errors import ArgumentError, ContextError, MismatchError
 from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpidist.strategy.strategy import Strategy
-from mpidist.torch import c10d
+from mpidist.torch import c10d, devices
 from mpidist.torch.flat_tensors import BITWISE, FlatTensor, Reduction, concatenate
 from mpidist.torch.shared_buckets import SharedBuckets
 from mpidist.torch.works import Executor, Message, Work
@@ -55,9 +55,10 @@ _options_of = functools.lru_cache(CommunicationOptions)
 class Operations:
     """The operations of one process group over MPI. Collective to create.
 
-    Tensors are on the CPU. Operations are those of `torch.distributed`; each is
-    collective but `send` and `recv`. Sums of float16 and bfloat16 are formed in
-    float32. Ranks may differ in nothing that the operation needs to be equal.
+    Tensors are on the CPU; those on a GPU are copied there and back. Operations are
+    those of `torch.distributed`; each is collective but `send` and `recv`. Sums of
+    float16 and bfloat16 are formed in float32. Ranks may differ in nothing that the
+    operation needs to be equal.
 
     Args:
       comm: the ranks; duplicated.
@@ -68,7 +69,7 @@ class Operations:
       DivergenceError: the ranks call different operations.
       MismatchError: dtypes, sizes, roots or reductions differ.
       DTypeError: a dtype cannot be reduced in this way.
-      UnsupportedError: a sparse tensor, or one that is not on the CPU.
+      UnsupportedError: a sparse tensor, or one of another device.
     """
 
     def __init__(self, comm: MPI.Intracomm, timeout: datetime.timedelta | None = None):
@@ -363,16 +364,20 @@ class Operations:
 
         Equal numbers of rows, or those that `input_sizes` and `output_sizes` say.
         """
+        wholes = []
 
         def prepare() -> tuple[FlatTensor, list[FlatTensor], list[int]]:
             mine, whole = FlatTensor(source), FlatTensor(output)
+            wholes.append(whole)
             to = _split("input_split_sizes", source, input_sizes, self._size)
             sizes = _split("output_split_sizes", output, output_sizes, self._size)
             return mine, whole.parts(sizes), to
 
-        return self._submit(
-            [output], opts, lambda: self._exchange("all_to_all_single", prepare)
-        )
+        def exchange() -> None:
+            self._exchange("all_to_all_single", prepare)
+            wholes[0].store()
+
+        return self._submit([output], opts, exchange)
 
     def _exchange(self, name: str, prepare: Callable[[], Any]) -> None:
         """Agree on sizes that each rank states for itself; then move the data."""
@@ -562,7 +567,7 @@ class Operations:
         is_short = isinstance(first, torch.Tensor) and self._is_short(first)
         if isinstance(first, torch.Tensor) and first.numel() == 1:
             self._kept.append(work)
-        in_turn = self._in_turn(opts, each)
+        in_turn = self._in_turn(opts, devices.after_stream((outputs, columns), each))
         self._executor.submit(work, in_turn, c10d.may_wait(opts, is_short))
         return work
 

@@ -174,6 +174,13 @@ def test_tensors_of_any_layout_are_written_in_place(rank, ranks):
     assert scalar == sum(range(ranks))
 
 
+def test_an_exchange_into_a_tensor_that_is_not_contiguous(rank, ranks):
+    mine, found = numbers(rank, ranks), torch.zeros(ranks, 2)
+    dist.all_to_all_single(found[:, 1], mine)
+    assert torch.equal(found[:, 1], everyone(ranks, ranks)[:, rank])
+    assert not found[:, 0].any()
+
+
 def test_reduce_writes_on_the_root_only(rank, ranks):
     for size in (5, 100_000):
         mine = numbers(rank, size)
