@@ -202,7 +202,6 @@ class Executor:
         """Run an operation, at once if `may_wait` and no other one is in the way."""
         if may_wait and self._begins():
             self._run(work, run)
-            self._turn.release()
             return
         frame = user_frame()
         caller = _caller_at(frame.f_code, frame.f_lineno)
@@ -223,7 +222,6 @@ class Executor:
             run()
         finally:
             self._end()
-            self._turn.release()
 
     def _begins(self) -> bool:
         """Take the turn in this thread, unless operations wait for theirs."""
@@ -235,6 +233,9 @@ class Executor:
         return True
 
     def _end(self) -> None:
+        # First: where nothing waits, the turn can be taken. And before callbacks of
+        # futures, which may communicate
+        self._turn.release()
         with self._mutex:
             self._waiting -= 1
 
@@ -245,8 +246,8 @@ class Executor:
     def _loop(self) -> None:
         while (item := self._queue.get()) is not None:
             work, run, caller = item
-            with self._turn:
-                self._run(work, functools.partial(caller, run))
+            self._turn.acquire()
+            self._run(work, functools.partial(caller, run))
             del item, work, run  # else they would live until the next operation
 
     def _run(self, work: Work, run: Callable[[], None]) -> None:

@@ -551,3 +551,21 @@ def _sparse_on_rank_0(state, bucket):
     return (
         dist.all_reduce(tensor, async_op=True).get_future().then(lambda f: f.value()[0])
     )
+
+
+def test_a_callback_of_a_future_may_communicate(rank, ranks):
+    """It runs in the thread of the group, or in the one that adds it."""
+    found = []
+
+    def double(future):
+        total = future.wait()[0].clone()
+        dist.all_reduce(total)
+        found.append(total)
+        return total
+
+    for _ in range(3):
+        mine = torch.full((100_000,), float(rank + 1))
+        work = dist.all_reduce(mine, async_op=True)
+        work.get_future().then(double).wait()
+    expected = float(ranks * sum(range(1, ranks + 1)))
+    assert [total.unique().tolist() for total in found] == [[expected]] * 3
