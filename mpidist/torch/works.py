@@ -23,7 +23,7 @@ from mpi4py import MPI
 from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.signatures import user_frame
 from mpidist.comm.consensus.waiting import Departures, abandon
-from mpidist.errors import DeadlineError, MismatchError
+from mpidist.errors import ContextError, DeadlineError, MismatchError
 
 __all__ = ["Executor", "Message", "Work"]
 
@@ -46,6 +46,7 @@ class Work(dist.Work):
         self._error: BaseException | None = None
         self._future: Any = None
         self._starting: Any = None
+        self.thread: Any = None  # that will run it, if that is not the caller
 
     def finish(self, error: BaseException | None = None) -> None:
         """End the operation, by an error of this rank if there is one."""
@@ -59,6 +60,11 @@ class Work(dist.Work):
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Wait for the end; raise the operation's error."""
         seconds = _limit(timeout)
+        if self.thread is threading.current_thread() and self._running.locked():
+            raise ContextError(
+                "a callback of a future waits for an operation that its own thread "
+                "would run after it; return the operation's future instead"
+            )
         if not self._running.acquire(timeout=-1 if seconds is None else seconds):
             raise DeadlineError(f"the operation has not ended in {seconds:g} s")
         self._running.release()
@@ -210,6 +216,7 @@ class Executor:
             self._queue.put((work, run, caller))
             if self._thread is None:
                 self._start()
+            work.thread = self._thread
 
     def call(self, run: Callable[[], None]) -> None:
         """Run an operation that the caller waits for; raise its error."""

@@ -569,3 +569,25 @@ def test_a_callback_of_a_future_may_communicate(rank, ranks):
         work.get_future().then(double).wait()
     expected = float(ranks * sum(range(1, ranks + 1)))
     assert [total.unique().tolist() for total in found] == [[expected]] * 3
+
+
+def test_a_callback_that_would_wait_for_itself_is_an_error():
+    from mpidist.torch import works
+
+    executor, found = works.Executor("test"), []
+    first, later, gate = works.Work([]), works.Work([]), threading.Event()
+
+    def wait(_):
+        try:
+            later.wait()
+        except mpidist.ContextError as error:
+            found.append(str(error))
+
+    first.get_future().then(wait)
+    executor.submit(first, gate.wait, may_wait=False)
+    executor.submit(later, lambda: None, may_wait=False)
+    gate.set()
+    executor.close()
+    assert len(found) == 1
+    assert "return the operation's future instead" in found[0]
+    assert later.wait()
