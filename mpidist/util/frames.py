@@ -2,44 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["ThreadFrames"]
+__all__ = ["thread_frames"]
 
-_lock = threading.Lock()
-
-
-class ThreadFrames(dict[int, FrameType]):
-    """By thread, the innermost frame; a context manager.
-
-    The frames are forgotten at its end: one of them refers to them, so they would keep
-    the objects of all callers until a garbage collection.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(_list_frames())
-
-    def __enter__(self) -> ThreadFrames:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.clear()
+_lock = threading.RLock()
 
 
-def _list_frames() -> dict[int, FrameType]:
-    """Return `sys._current_frames()`, without a garbage collection meanwhile.
+@contextlib.contextmanager
+def thread_frames() -> Iterator[dict[int, FrameType]]:
+    """Give the innermost frame of each thread, without a garbage collection meanwhile.
 
-    Until Python 3.12 that would wait for a thread that starts or ends, which waits for
-    this one (CPython's issue 106883).
+    Until Python 3.12 `sys._current_frames` would let it wait for a thread that starts
+    or ends, which waits for this one (CPython's issue 106883). And a destructor that it
+    ran within `f_back` could let another thread end the function whose frame `f_back`
+    is about to return; that frame then shows whatever lies there later.
+
+    The frames are forgotten at the end of the block: one of them refers to them, so
+    they would keep the objects of all callers until a garbage collection.
     """
     with _lock:
         is_enabled = gc.isenabled()
         gc.disable()
+        frames = {}
         try:
-            return sys._current_frames()
+            frames = sys._current_frames()
+            yield frames
         finally:
+            frames.clear()
             if is_enabled:
                 gc.enable()
