@@ -28,7 +28,7 @@ from mpidist.context import (
 )
 from mpidist.errors import ArgumentTypeError, ContextError, UnsupportedError
 from mpidist.strategy.replica_context import DefaultReplicaContext
-from mpidist.util.frames import thread_frames
+from mpidist.util.frames import ThreadFrames
 
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
@@ -151,7 +151,7 @@ def _as_dispatcher(strategy: Strategy, operation: str) -> Iterator[None]:
             )
         yield
         return
-    with thread_frames() as frames:
+    with ThreadFrames() as frames:
         code = frames[lock.creator].f_code if lock.creator in frames else None
     is_waiting = code is not None and code.co_filename.startswith(_JAX_FOLDER)
     if not is_waiting:

@@ -32,7 +32,7 @@ from mpidist.comm.consensus.thread_order import (
     joined_threads,
     may_start_threads,
 )
-from mpidist.util.frames import thread_frames
+from mpidist.util.frames import ThreadFrames
 from mpidist.util.hashing import hash62
 
 __all__ = ["DeadlockDetector"]
@@ -256,7 +256,7 @@ def _find_wait(thread: int | None, seen: list[int]) -> Consensus | None:
             return consensus
         if (name := consensus.lock.awaited_by(thread)) is not None:
             return _find_wait(_ident_of(consensus, name), [*seen, thread])
-    with thread_frames() as frames:
+    with ThreadFrames() as frames:
         joined = joined_threads(thread, frames)
     found = (_find_wait(t.ident, [*seen, thread]) for t in joined)
     return next(filter(None, found), None)

@@ -3,7 +3,7 @@
 import gc
 import threading
 
-from mpidist.util.frames import thread_frames
+from mpidist.util.frames import ThreadFrames
 
 
 class _Ender:
@@ -33,7 +33,7 @@ def test_no_destructor_runs_while_frames_are_read():
     thresholds = gc.get_threshold()
     names = []
     try:
-        with thread_frames() as frames:
+        with ThreadFrames() as frames:
             gc.set_threshold(1)
             _Ender(lambda: (leave.set(), thread.join()))
             frame = frames[thread.ident]
@@ -48,3 +48,13 @@ def test_no_destructor_runs_while_frames_are_read():
     assert names[-4:] == ["outer", "run", "_bootstrap_inner", "_bootstrap"]
     assert "inner" in names
     assert gc.isenabled()
+
+
+def test_frames_of_this_thread_have_its_callers():
+    with ThreadFrames() as frames:
+        frame, names = frames[threading.get_ident()], []
+        while frame is not None:
+            names.append(frame.f_code.co_name)
+            frame = frame.f_back
+    assert "test_frames_of_this_thread_have_its_callers" in names
+    assert not frames

@@ -22,7 +22,7 @@ from typing import Any
 
 from mpidist.errors import ContextError
 from mpidist.util.float_errors import IGNORED, handling, set_handling
-from mpidist.util.frames import thread_frames
+from mpidist.util.frames import ThreadFrames
 from mpidist.util.hashing import hash62
 
 __all__ = [
@@ -217,7 +217,7 @@ class ThreadOrderedLock:
         By their names; threads that wait for this one cannot.
         """
         this, threads = threading.current_thread(), threading.enumerate()
-        with thread_frames() as frames:
+        with ThreadFrames() as frames:
             others = [t for t in threads if not _is_or_awaits(t, this, frames)]
         names = frozenset(map(self.name_of, others))
         return names, any(map(may_start_threads, others))
@@ -240,7 +240,7 @@ def is_only_thread(ident: int) -> bool:
     threads = threading.enumerate()
     this = next((t for t in threads if t.ident == ident), None)
     free = filter(may_start_threads, threads)
-    with thread_frames() as frames:
+    with ThreadFrames() as frames:
         return this is not None and all(_is_or_awaits(t, this, frames) for t in free)
 
 
@@ -253,7 +253,7 @@ def joined_threads(
 
     Args:
       thread: the identifier of the waiting thread.
-      frames: see `thread_frames`.
+      frames: see `ThreadFrames`.
     """
     for frame in _callers(frames.get(thread or 0)):
         code, found = frame.f_code, frame.f_locals
