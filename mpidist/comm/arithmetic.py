@@ -16,7 +16,6 @@ from mpidist.errors import ArgumentError, DTypeError
 from mpidist.options import ReduceOp
 
 __all__ = [
-    "accumulator_of",
     "add_in_order",
     "bound_bytes",
     "check_product",
@@ -24,7 +23,7 @@ __all__ = [
     "combine_in_order",
     "combine_over",
     "contiguous",
-    "finish",
+    "dtypes_to_add",
     "in_blocks",
     "is_integer_sum",
     "may_not_fit",
@@ -33,7 +32,6 @@ __all__ = [
     "narrow",
     "require_fit",
     "require_reducible",
-    "reserve_narrow",
     "result_bytes",
     "rough_product",
     "rough_product_over",
@@ -67,63 +65,23 @@ def require_reducible(op: ReduceOp, dtype: np.dtype[Any], name: str) -> None:
         )
 
 
+def dtypes_to_add(
+    op: ReduceOp, dtypes: Sequence[np.dtype[Any]]
+) -> tuple[list[np.dtype[Any]], list[np.dtype[Any]]]:
+    """Return the dtypes of the reductions of arrays, and those in which they are added.
+
+    float16 and bfloat16 are added in float32, the mean of integers in float64.
+    """
+    out = [arrays.mean_dtype(d) if op is ReduceOp.MEAN else d for d in dtypes]
+    return out, list(map(arrays.accumulator_dtype, out))
+
+
 def to_add(
-    op: ReduceOp,
-    values: Sequence[Any],
-    compression: str | None = None,
-    is_narrow: bool = True,
+    op: ReduceOp, values: Sequence[Any]
 ) -> tuple[list[np.dtype[Any]], list[Any]]:
-    """Return the dtypes of the reductions, and the arrays to add for them.
-
-    With `compression` and `is_narrow`, the arrays have the dtype in which they are
-    sent.
-    """
-    is_mean = op is ReduceOp.MEAN
-    out = [arrays.mean_dtype(a.dtype) if is_mean else a.dtype for a in values]
-    keep = compression is not None and not is_narrow
-    return out, [
-        contiguous(a, dtype if keep else wire_dtype(dtype, compression))
-        for a, dtype in zip(values, out)
-    ]
-
-
-def reserve_narrow(
-    partial: Sequence[Any], out: Sequence[np.dtype[Any]], empty: Empty
-) -> list[Any]:
-    """Return memory for the results of `finish`; None for those that are the totals.
-
-    Args:
-      partial: the arrays to add.
-      out: the dtypes of the results.
-      empty: see `Results.empty`.
-    """
-    return [
-        None if accumulator_of(a) == dtype else empty(a.size, a, dtype).reshape(a.shape)
-        for a, dtype in zip(partial, out)
-    ]
-
-
-def accumulator_of(array: Any) -> np.dtype[Any]:
-    """Return the dtype of the total of arrays like this one."""
-    return arrays.accumulator_dtype(array.dtype)
-
-
-def finish(
-    op: ReduceOp, totals: Sequence[Any], narrow: Sequence[Any], ranks: int
-) -> list[Any]:
-    """Return reductions of the requested dtypes; changes the totals in place.
-
-    `narrow` is the result of `reserve_narrow`.
-    """
-    if op is ReduceOp.MEAN:
-        # In place: the totals are ours, so a mean costs no second array.
-        # CuPy's own kernels take float32 below 1.2e-38 for 0, NumPy does not
-        for total in totals:
-            total /= ranks
-    for total, result in zip(totals, narrow):
-        if result is not None:
-            result[...] = total
-    return [t if n is None else n for t, n in zip(totals, narrow)]
+    """Return the dtypes of the reductions, and the arrays to add for them."""
+    out, sends = dtypes_to_add(op, [a.dtype for a in values])
+    return out, list(map(contiguous, values, sends))
 
 
 def round_to(dtype: np.dtype[Any], array: Any) -> None:

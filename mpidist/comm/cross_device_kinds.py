@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.comm.collectives.operations import Collectives, Prepared
+from mpidist.comm.collectives.operations import Collectives
+from mpidist.comm.collectives.reduce import Prepared
 from mpidist.comm.cross_device_ops import MpiAllReduce
 from mpidist.comm.topology import Topology, parse_devices
 from mpidist.comm.transports.base import Transport
@@ -57,7 +58,7 @@ class HierarchicalCopyAllReduce(MpiAllReduce):
                 "HierarchicalCopyAllReduce cannot be used: the node has too little "
                 "shared memory (in a container, raise it with --shm-size)"
             )
-        self._transport = transports.intra_node or transports.default
+        self._transport = transports.intra_node  # None: as the options say
         # Arrays on GPUs pass through the host to be added there.
         if transports.default.device and transports.intra_node is not None:
             self._transport = StagingTransport(transports.intra_node)
@@ -67,7 +68,9 @@ class HierarchicalCopyAllReduce(MpiAllReduce):
     ) -> Callable[[], list[Any]]:
         """See `MpiAllReduce.prepare_sums`."""
         options = _with_packs(options, self._num_packs, values)
-        return self.collectives.sums.prepare(values, options, self._transport)
+        return self.collectives.reductions.prepare_sums(
+            values, options, self._transport
+        )
 
 
 class NcclAllReduce(MpiAllReduce):
@@ -105,7 +108,7 @@ class NcclAllReduce(MpiAllReduce):
         """See `MpiAllReduce.prepare_sums`."""
         options = _with_packs(options, self._num_packs, values)
         nccl = self.collectives.transports.by_name["nccl"]
-        return self.collectives.sums.prepare(values, options, nccl)
+        return self.collectives.reductions.prepare_sums(values, options, nccl)
 
 
 class ReductionToOneDevice(MpiAllReduce):

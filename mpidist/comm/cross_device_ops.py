@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.comm.collectives.operations import Collectives, Prepared
+from mpidist.comm.collectives.operations import Collectives
+from mpidist.comm.collectives.reduce import Prepared
 from mpidist.comm.consensus.signatures import CallSignature, digest
 from mpidist.comm.topology import Topology
 from mpidist.device import arrays
@@ -209,7 +210,9 @@ class CrossDeviceOps:
             type(self).__qualname__, (("reduce_op", op.name),), spec, described
         )
         # Another replica's implementation may have failed, or call something else
-        return self.collectives.reduce_large(call, digest(call), op, values, options)
+        return self.collectives.reductions.reduce_large(
+            call, digest(call), op, values, options
+        )
 
     def prepare(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
@@ -248,7 +251,9 @@ class CrossDeviceOps:
         # Our own class needs no call of user code, so its plans can be cached.
         is_plain = type(self) is MpiAllReduce
         prepare = None if is_plain else self.prepare
-        results = collectives.all_reduce(operation, reduce_op, values, options, prepare)
+        results = collectives.reductions.all_reduce(
+            operation, reduce_op, values, options, prepare
+        )
         return [self._mirrored(result) for result in results]
 
     def _mirrored(self, result: Any) -> Any:
@@ -272,8 +277,8 @@ class MpiAllReduce(CrossDeviceOps):
     def prepare(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
     ) -> Prepared:
-        """See `Collectives.prepare`."""
-        return self.collectives.prepare(
+        """See `Reductions.prepare`."""
+        return self.collectives.reductions.prepare(
             op, values, options, self.prepare_sums, self.is_sum
         )
 
@@ -281,7 +286,7 @@ class MpiAllReduce(CrossDeviceOps):
         self, values: Sequence[Any], options: CommunicationOptions
     ) -> Callable[[], list[Any]]:
         """Reserve memory; return what sums contiguous arrays over all replicas."""
-        return self.collectives.sums.prepare(values, options)
+        return self.collectives.reductions.prepare_sums(values, options)
 
 
 def _own(array: Any) -> Any:

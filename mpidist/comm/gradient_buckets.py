@@ -426,9 +426,10 @@ class GradientBuckets:
         call, number = self._calls[bucket]
         if error is not None:
             self._own.sync_errors(call.operation, error)
-        collectives, options = self._used.channel.collectives, self._options
+        reductions = self._used.channel.collectives.reductions
+        options = self._options
         with nullcontext() if self._side is None else self._side.work(made):
-            return collectives.reduce_large(call, number, self._op, values, options)
+            return reductions.reduce_large(call, number, self._op, values, options)
 
     def close(self) -> None:
         """Release the communicator; a second call does nothing. Collective.

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError
 from mpidist.util import validation
@@ -14,8 +16,10 @@ from mpidist.util.validation import shown
 __all__ = [
     "LARGE_BYTES",
     "Axis",
+    "Kind",
     "edges",
     "groups",
+    "kind_of",
     "normalize_axes",
     "normalize_axis",
     "pack",
@@ -29,6 +33,7 @@ __all__ = [
 LARGE_BYTES = 256 << 10
 _LINE_BYTES = 64
 Axis = int | Sequence[int]
+Kind = tuple[np.dtype[Any], bool]  # a dtype, and whether arrays are on a GPU
 
 
 def normalize_axes(axis: Axis, ndim: int, name: str = "value") -> tuple[int, ...]:
@@ -73,18 +78,22 @@ def with_length(shape: tuple[int, ...], axis: int, length: int) -> tuple[int, ..
     return (*shape[:axis], length, *shape[axis + 1 :])
 
 
+def kind_of(array: Any) -> Kind:
+    """Return what arrays of one pack have in common."""
+    return array.dtype, arrays.is_device_array(array)
+
+
 def groups(
-    values: Sequence[Any], sizes: Sequence[int], bytes_per_pack: int
+    kinds: Sequence[Kind], sizes: Sequence[int], bytes_per_pack: int
 ) -> Iterator[list[int]]:
-    """Yield the numbers of the arrays of each pack: one dtype, up to a size.
+    """Yield the numbers of the arrays of each pack: of one kind, up to a size.
 
     `sizes` are in bytes, and equal on all ranks.
     """
-    kinds: dict[Any, list[int]] = {}
-    for j, value in enumerate(values):
-        # By library, too: arrays on the host and on a GPU never share a pack.
-        kinds.setdefault((value.dtype, type(value)), []).append(j)
-    for same in kinds.values():
+    by_kind: dict[Kind, list[int]] = {}
+    for j, kind in enumerate(kinds):
+        by_kind.setdefault(kind, []).append(j)
+    for same in by_kind.values():
         members: list[int] = []
         size = 0
         for j in same:

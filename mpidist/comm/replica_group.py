@@ -283,7 +283,7 @@ class ReplicaGroup:
         """Return the elementwise reduction of `value`, for any public call."""
         if self.topology.closed:
             self.topology.require_open()
-        return self.collectives.all_reduce(
+        return self.collectives.reductions.all_reduce(
             operation, reduce_op, value, options, self._prepare
         )
 
@@ -292,7 +292,7 @@ class ReplicaGroup:
     ) -> Any:
         """Return the reduction of `value` over an axis and all replicas."""
         self.topology.require_open()
-        return self.collectives.reduce_over_axis(
+        return self.collectives.over_axis.reduce(
             operation,
             reduce_op,
             value,

@@ -71,9 +71,9 @@ class Combinations:
         # `to_add` widens float16 and bfloat16, in which MIN and MAX are exact, and
         # PRODUCT not.
         _, wide = arithmetic.to_add(op, values)
-        sizes = [a.nbytes for a in wide]
+        sizes, kinds = [a.nbytes for a in wide], list(map(packing.kind_of, wide))
         packs = []
-        for members in packing.groups(wide, sizes, options.bytes_per_pack):
+        for members in packing.groups(kinds, sizes, options.bytes_per_pack):
             send = packing.pack([wide[j] for j in members]).reshape(-1)
             # Room for one block of every rank, however long the arrays are.
             step = min(send.size, self._step(send)) * self._consensus.size

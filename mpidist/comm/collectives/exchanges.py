@@ -11,6 +11,7 @@ import numpy as np
 
 from mpidist.comm import arithmetic, packing
 from mpidist.comm.collectives.arguments import (
+    Take,
     axis_field,
     check_each,
     deadline_of,
@@ -21,8 +22,6 @@ from mpidist.comm.collectives.arguments import (
     require_reducible,
 )
 from mpidist.comm.collectives.counts import CountExchange, CountPlan
-from mpidist.comm.collectives.over_axis import Take
-from mpidist.comm.collectives.packs import PackedReductions, ReducePlan
 from mpidist.comm.collectives.plans import (
     OP_TYPES,
     PlanCache,
@@ -31,6 +30,7 @@ from mpidist.comm.collectives.plans import (
     kind_along,
     kind_of,
 )
+from mpidist.comm.collectives.reduce import ReducePlan, Reductions
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.signatures import CallSignature, digest
 from mpidist.comm.transports.selector import TransportSelector
@@ -103,7 +103,7 @@ class Exchanges:
       consensus: of all ranks.
       transports: the transports.
       plans: those of known calls.
-      packed: the reductions of small arrays.
+      reductions: of equal arrays.
       counts: exchanges counts.
       take: checks and flattens a value.
     """
@@ -113,14 +113,14 @@ class Exchanges:
         consensus: Consensus,
         transports: TransportSelector,
         plans: PlanCache,
-        packed: PackedReductions,
+        reductions: Reductions,
         counts: CountExchange,
         take: Take,
     ):
         self._consensus = consensus
         self._transports = transports
         self._plans = plans
-        self._packed = packed
+        self._reductions = reductions
         self._counts = counts
         self._take = take
 
@@ -251,12 +251,11 @@ class Exchanges:
             )
             call = CallSignature(operation, fields, spec, describe(given))
             structure = Structure.of(spec, leaves)
-            # Empty arrays are enough: only the dtypes are wanted.
-            out, _ = arithmetic.to_add(op, [a.reshape(-1)[:0] for a in given])
+            out, _ = arithmetic.dtypes_to_add(op, [a.dtype for a in given])
             packed = None
-            if self._packed.fits(op, given, wanted):
-                packed = self._packed.plan(
-                    call, op, wanted, structure, given, packed=True
+            if self._reductions.fits(op, given, wanted):
+                packed = self._reductions.plan_packed(
+                    call, op, wanted, structure, given
                 )
             plan = ExchangePlan(
                 call,
@@ -284,7 +283,7 @@ class Exchanges:
         """Return this rank's parts of the reductions. Collective."""
         consensus, op, timeout = self._consensus, plan.op, plan.options.timeout_seconds
         if plan.packed is not None:
-            totals, parts = self._packed.reduce(plan.packed, given), []
+            totals, parts = self._reductions.reduce_packed(plan.packed, given), []
             # All ranks have the whole total already; each keeps its slice, as a copy,
             # so that it does not keep the total alive.
             for total, i, lengths in zip(totals, plan.axes, plan.divided):

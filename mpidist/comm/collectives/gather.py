@@ -214,10 +214,9 @@ class Gathers:
                 rest.append(j)
         # The rest is packed by dtype, in the order in which it was given: equal on all
         # ranks.
-        groups = packing.groups(
-            [given[j] for j in rest], [sizes[j] for j in rest], options.bytes_per_pack
-        )
-        for numbers in groups:
+        kinds = [packing.kind_of(given[j]) for j in rest]
+        rest_bytes = [sizes[j] for j in rest]
+        for numbers in packing.groups(kinds, rest_bytes, options.bytes_per_pack):
             members = [rest[k] for k in numbers]
             values = [given[j] for j in members]
             send = packing.pack([arithmetic.contiguous(v, v.dtype) for v in values])

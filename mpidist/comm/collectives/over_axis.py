@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpidist.comm import arithmetic, packing
 from mpidist.comm.collectives.arguments import (
+    Take,
     axis_field,
     check_each,
     describe_as,
@@ -17,7 +18,6 @@ from mpidist.comm.collectives.arguments import (
     require_reducible,
 )
 from mpidist.comm.collectives.gather import GatherPlan, Gathers
-from mpidist.comm.collectives.packs import PackedReductions, ReducePlan
 from mpidist.comm.collectives.plans import (
     OP_TYPES,
     PlanCache,
@@ -26,21 +26,16 @@ from mpidist.comm.collectives.plans import (
     kind_along,
     kind_of,
 )
-from mpidist.comm.collectives.reduce import Sums
+from mpidist.comm.collectives.reduce import ReducePlan, Reductions, Summation
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.signatures import CallSignature, digest
 from mpidist.comm.packing import Axis
 from mpidist.errors import ArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.util import nest
 
-__all__ = ["AxisReductions", "Summation", "Take"]
+__all__ = ["AxisReductions"]
 
 _DEFAULT = CommunicationOptions()
-# Reserves memory, and returns what sums arrays over all ranks
-Summation = Callable[[Sequence[Any], CommunicationOptions], Callable[[], list[Any]]]
-# Returns the leaves of a value, its structure, and the leaves as arrays
-Take = Callable[[Any, CommunicationOptions], tuple[list[Any], nest.Spec, list[Any]]]
 
 
 class AxisPlan(NamedTuple):
@@ -90,8 +85,7 @@ class AxisReductions:
     Args:
       consensus: of all ranks.
       plans: those of known calls.
-      packed: the reductions of small arrays.
-      sums: the sums over ranks.
+      reductions: of equal arrays.
       gathers: the gathers.
       take: checks and flattens a value.
     """
@@ -100,15 +94,13 @@ class AxisReductions:
         self,
         consensus: Consensus,
         plans: PlanCache,
-        packed: PackedReductions,
-        sums: Sums,
+        reductions: Reductions,
         gathers: Gathers,
         take: Take,
     ):
         self._consensus = consensus
         self._plans = plans
-        self._packed = packed
-        self._sums = sums
+        self._reductions = reductions
         self._gathers = gathers
         self._take = take
 
@@ -121,7 +113,20 @@ class AxisReductions:
         options: CommunicationOptions | None = None,
         prepare_sums: Summation | None = None,
     ) -> Any:
-        """See `Collectives.reduce_over_axis`."""
+        """Return the reduction over `axis` and all ranks, on every rank. Collective.
+
+        Lengths along `axis` may differ between ranks and may be zero; the other
+        dimensions must agree. A mean is the sum of all elements divided by the sum of
+        all lengths, or nan if that is zero. Floating values are added up in double
+        precision, integers in 64 bits; the result has the dtype of `value` (a mean of
+        integers is float64; as in NumPy, 64-bit integers are added in float64 for it).
+        `prepare_sums` replaces transports for SUM and MEAN.
+
+        Raises, on all ranks: see `Reductions.all_reduce`; also ArgumentError for an
+        axis out of range, a sum or product of integers that does not fit their dtype,
+        and MIN or MAX of no elements; ArgumentTypeError for an axis that is not an
+        integer.
+        """
         wanted = _DEFAULT if options is None else options
         kind, detail = kind_along(axis), None
         is_known = kind is not None and isinstance(reduce_op, OP_TYPES)
@@ -170,9 +175,11 @@ class AxisReductions:
             # MIN, MAX and PRODUCT: one row per rank is gathered, then combined.
             gather = self._gathers.plan(call, sent, along, options)
             plan = plan._replace(gather=gather)
-        elif prepare_sums is None and self._packed.fits(ReduceOp.SUM, sent, options):
-            packed = self._packed.plan(
-                call, ReduceOp.SUM, options, structure, sent, packed=True
+        elif prepare_sums is None and self._reductions.fits(
+            ReduceOp.SUM, sent, options
+        ):
+            packed = self._reductions.plan_packed(
+                call, ReduceOp.SUM, options, structure, sent
             )
             # Overflows are found by the sums in float64
             plan = plan._replace(packed=packed._replace(has_integers=False))
@@ -206,7 +213,9 @@ class AxisReductions:
             # The plan is cached and shared by threads; memory belongs to this call.
             found, sum_here = self._reduce_own(plan, given), None
             if plan.op.adds and plan.packed is None:
-                sum_here = (prepare_sums or self._sums.prepare)(found.sent, options)
+                sum_here = (prepare_sums or self._reductions.prepare_sums)(
+                    found.sent, options
+                )
             return found, sum_here
 
         # A reduction of this rank's rows may fail (memory): all learn that before
@@ -215,7 +224,7 @@ class AxisReductions:
         if plan.gather is not None:
             totals = self._gathers.execute(plan.gather, found.sent)
         elif plan.packed is not None:
-            totals = self._packed.reduce(plan.packed, found.sent)
+            totals = self._reductions.reduce_packed(plan.packed, found.sent)
         else:
             consensus.compare(plan.call, plan.number, timeout=options.timeout_seconds)
             totals = sum_here()

@@ -1,70 +1,738 @@
-"""Sums over all ranks of compared arrays: choice of transport, packs."""
+"""Reductions of equal arrays over all ranks, and what a repeated one reuses.
+
+A reduction runs in one of three ways, the same on all ranks:
+
+- small arrays travel with the comparison of the calls, in one exchange
+  (`reduce_packed`);
+- sums of large arrays: all memory is reserved, the ranks compare their calls, and
+  transports add the arrays, pack by pack (`prepare`);
+- MIN, MAX and PRODUCT of large arrays: see `combinations`.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpidist.comm import arithmetic, packing
-from mpidist.comm.collectives.arguments import deadline_of, implementation_of, is_direct
+from mpidist.comm.collectives.arguments import (
+    Take,
+    check_each,
+    deadline_of,
+    describe,
+    implementation_of,
+    is_direct,
+    option_fields,
+    require_reducible,
+)
+from mpidist.comm.collectives.combinations import Combinations
 from mpidist.comm.collectives.outputs import Results
+from mpidist.comm.collectives.plans import (
+    OP_TYPES,
+    PlanCache,
+    Structure,
+    detail_of,
+    kind_of,
+)
+from mpidist.comm.collectives.slices import SliceReductions, has_slices
+from mpidist.comm.consensus.comparison import Pages, PayloadComparison
+from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.signatures import CallSignature, digest
+from mpidist.comm.packing import Kind
 from mpidist.comm.shared_memory.symmetric import SymmetricMemory
 from mpidist.comm.transports.base import Transport
 from mpidist.comm.transports.selector import NarrowingTransport, TransportSelector
 from mpidist.device import arrays
-from mpidist.options import CommunicationOptions
+from mpidist.device.copies import SmallCopies
+from mpidist.options import CommunicationOptions, ReduceOp
 
-__all__ = ["Sums"]
+__all__ = ["Prepared", "ReducePlan", "Reduction", "Reductions", "Summation"]
+
+# A symmetric address, or 0, and what moves the data once the ranks agree: it is given
+# whether all ranks have passed that address
+Prepared = tuple[int, Callable[[bool], list[Any]]]
+Reduction = Callable[[ReduceOp, Sequence[Any], CommunicationOptions], Prepared]
+# Reserves memory, and returns what sums arrays over all ranks
+Summation = Callable[[Sequence[Any], CommunicationOptions], Callable[[], list[Any]]]
+_DEFAULT = CommunicationOptions()
+# Arrays on a GPU that travel with the comparison: so many, and so many bytes
+_GPU_ARRAYS = 8
+_GPU_BYTES = 16 << 10
+# Of one rank: results that share memory keep each other alive
+_ALONE_BYTES = 128 << 10
+# "Some rank has large integers": a float, so that it is not packed with such integers
+_FLAG = np.dtype(np.float64)
 
 
 class _Pack(NamedTuple):
-    """Arrays of one dtype that are summed together, and memory for their sums.
+    """Leaves that are sent and reduced as one array.
 
     Args:
-      members: their positions among the arrays that were passed.
-      sends: these arrays.
-      total: memory for their sums, concatenated.
-      transport: the transport; None if they are in shared memory of the node.
+      dtype: in which they are sent.
+      out: of the results.
+      shape: `(elements,)`, or that of the leaf if there is but one.
+      alone: the number of this leaf; None if there are several.
+      arrays: the numbers of the leaves that are arrays; they come first in the pack.
+      cuts: for each of them where it is in the pack, and its shape.
+      scalars: the numbers of those that have no dimensions, one element each.
+    """
+
+    dtype: np.dtype[Any]
+    out: np.dtype[Any]
+    shape: tuple[int, ...]
+    alone: int | None
+    arrays: tuple[int, ...]
+    cuts: tuple[tuple[slice, tuple[int, ...]], ...]
+    scalars: tuple[int, ...]
+
+    def fill(self, page: Any, leaves: Sequence[Any]) -> None:
+        """Write the leaves into `page`, an array of this dtype and shape."""
+        # Alone: the page has the leaf's own shape, so the result needs no reshape.
+        if self.alone is not None:
+            page[...] = leaves[self.alone]
+            return
+        end = page.size - len(self.scalars)
+        if self.arrays:
+            # One call for all arrays, whose cost is per call rather than per byte.
+            rows = [leaves[i].reshape(-1) for i in self.arrays]
+            np.concatenate(rows, out=page[:end], casting="same_kind")
+        for position, i in enumerate(self.scalars, end):
+            page[position] = leaves[i]
+
+    def take_apart(self, total: Any, results: list[Any]) -> None:
+        """Put the parts of `total` into `results`, each by the number of its leaf."""
+        if self.alone is not None:
+            results[self.alone] = total
+            return
+        for i, (cut, shape) in zip(self.arrays, self.cuts):
+            results[i] = total[cut].reshape(shape)
+        for position, i in enumerate(self.scalars, total.size - len(self.scalars)):
+            # A view of length 1, not an item: results are arrays, and can be written
+            # to.
+            results[i] = total[position : position + 1].reshape(())
+
+
+class _SumPack(NamedTuple):
+    """Arrays that are summed as one.
+
+    Args:
+      members: their positions among the arrays to sum.
+      shapes: their shapes.
+      size: how many elements they have.
+      dtype: of the totals.
+      transport: adds them.
       wire: the dtype in which it sends them; None for their own.
     """
 
     members: Sequence[int]
-    sends: Sequence[Any]
-    total: Any
-    transport: Transport | None
-    wire: Any = None
+    shapes: Sequence[tuple[int, ...]]
+    size: int
+    dtype: np.dtype[Any]
+    transport: Transport
+    wire: np.dtype[Any] | None
 
 
-class Sums:
-    """The sums of one strategy. Methods that sum are collective.
+class SumPlan(NamedTuple):
+    """How the sums of large arrays are formed.
 
     Args:
-      ranks: how many there are.
+      out: the dtypes of the results.
+      sends: the dtypes in which the arrays are added.
+      narrow: the numbers of the arrays whose result is narrower than their total.
+      is_checked: whether integers may overflow. Then the number of ranks with large
+        ones is summed as another, last array.
+      packs: of all arrays; empty for one rank.
+    """
+
+    out: Sequence[np.dtype[Any]]
+    sends: Sequence[np.dtype[Any]]
+    narrow: Sequence[int]
+    is_checked: bool
+    packs: Sequence[_SumPack]
+
+
+class ReducePlan(NamedTuple):
+    """One kind of reduction.
+
+    Args:
+      call: what the ranks compare.
+      number: its digest.
+      op: the operation.
+      options: see `CommunicationOptions`.
+      structure: of the value.
+      packs: the leaves sent with the comparison; empty if none.
+      pages: where the packs of all ranks are, see `Comparison.pages`.
+      has_integers: whether sums or products may overflow.
+      is_on_gpu: whether some of the leaves are.
+      combine: reduces the arrays of all ranks to a total.
+      divisor: the divisor of totals for a mean; else 0.
+      sums: of large arrays; None for small ones and for what is not a sum.
+    """
+
+    call: CallSignature
+    number: int
+    op: ReduceOp
+    options: CommunicationOptions
+    structure: Structure
+    packs: Sequence[_Pack]
+    pages: Pages | None
+    has_integers: bool
+    is_on_gpu: bool
+    combine: Callable[[Sequence[Any]], Any]
+    divisor: int
+    sums: SumPlan | None = None
+
+
+class Reductions:
+    """The reductions of one strategy.
+
+    Args:
+      consensus: of all ranks.
       transports: the transports.
       symmetric: the arrays that lie in memory of the node.
-      results: gives memory for what is returned.
+      results: allocates the results.
+      plans: those of known calls.
+      slices: the reductions of sparse arrays.
+      take: checks and flattens a value.
     """
 
     def __init__(
         self,
-        ranks: int,
+        consensus: Consensus,
         transports: TransportSelector,
         symmetric: SymmetricMemory,
         results: Results,
+        plans: PlanCache,
+        slices: SliceReductions,
+        take: Take,
     ):
-        self._ranks = ranks
+        self._consensus = consensus
+        self._size = consensus.size
         self._transports = transports
         self._symmetric = symmetric
         self._results = results
+        self._plans = plans
+        self._slices = slices
+        self._take = take
+        self._combinations = Combinations(consensus, transports, results)
+        self._copies = SmallCopies()
 
-    def transport(
-        self, options: CommunicationOptions, is_ordered: bool, is_device: bool
+    def all_reduce(
+        self,
+        operation: str,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+        prepare: Reduction | None = None,
+    ) -> Any:
+        """Return the elementwise reduction of `value` over all ranks, on every rank.
+
+        Args:
+          operation: the public call, for messages.
+          reduce_op: the operation, or its name.
+          value: a nest of arrays or numbers, of equal structure, shapes and dtypes; or
+            of IndexedSlices, see `SliceReductions`.
+          options: see `CommunicationOptions`.
+          prepare: prepares the reduction after all checks; by default `prepare`.
+
+        Raises, on all ranks: see `Consensus.require_same` and `arrays.to_array`; also
+          ArgumentError for a sum of integers that does not fit their dtype.
+        """
+        key, detail = None, None
+        # A custom reduction gets a plan each time: it may not pack.
+        if prepare is None and isinstance(reduce_op, OP_TYPES):
+            detail = reduce_op if options is None else detail_of(reduce_op, options)
+        if detail is not None:
+            key, plan, leaves, spec = self._plans.find(
+                operation, detail, value, kind_of
+            )
+            # Fast path for repeated all-reduces: skip the checks that already passed.
+            if plan is not None:
+                with self._consensus.lock:
+                    results = self._execute(plan, leaves)
+                return plan.structure.give_back(results, leaves, spec)
+        # Sparse leaves are looked for only where no plan was found: a plan exists for
+        # dense values alone.
+        if key is None and self._consensus.guard(operation, lambda: has_slices(value)):
+            return self._slices.reduce(
+                operation,
+                reduce_op,
+                value,
+                _DEFAULT if options is None else options,
+                lambda op, dense: self.all_reduce(
+                    operation, op, dense, options, prepare
+                ),
+            )
+
+        # Everything that may fail for one rank's arguments, before the ranks compare
+        # calls.
+        def make() -> tuple[ReducePlan, list[Any], list[Any]]:
+            return self._plan(
+                operation,
+                reduce_op,
+                value,
+                _DEFAULT if options is None else options,
+                is_own=prepare is None,
+            )
+
+        return self._plans.run_first(
+            operation,
+            key,
+            make,
+            lambda plan, given: self._execute(plan, given, prepare),
+        )
+
+    def _plan(
+        self,
+        operation: str,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions,
+        *,
+        is_own: bool,
+    ) -> tuple[ReducePlan, list[Any], list[Any]]:
+        """Return the plan of a reduction, the leaves, and the leaves as arrays.
+
+        `is_own`: whether no function of a user's class reduces them.
+        """
+        op = ReduceOp.parse(reduce_op)
+        leaves, spec, given = self._take(value, options)
+        require_reducible(op, given, spec)
+        agreed = (("reduce_op", op.name), *option_fields(options))
+        call = CallSignature(operation, agreed, spec, describe(given))
+        structure = Structure.of(spec, leaves)
+        if is_own and self.fits(op, given, options):
+            plan = self.plan_packed(call, op, options, structure, given)
+        else:
+            plan = self._plan_large(call, op, options, structure, given)
+            if is_own and op.adds:
+                plan = plan._replace(sums=self._plan_sums(op, given, options))
+        return plan, leaves, given
+
+    def _execute(
+        self,
+        plan: ReducePlan,
+        given: Sequence[Any],
+        prepare: Reduction | None = None,
+    ) -> list[Any]:
+        """Return the reductions of the leaves, once the ranks agree. Collective.
+
+        Args:
+          plan: of the call.
+          given: arrays, or numbers if the plan was known.
+          prepare: prepares the reduction to use instead of transports.
+        """
+        if plan.packs:
+            return self.reduce_packed(plan, given)
+        # Plain numbers become arrays only here: the packed path takes them as they are.
+        values = [a if hasattr(a, "dtype") else np.asarray(a) for a in given]
+        if prepare is None:
+            prepare = functools.partial(self.prepare, plan=plan.sums)
+        return self.reduce_large(
+            plan.call, plan.number, plan.op, values, plan.options, prepare
+        )
+
+    # Small arrays: they travel with the comparison of the calls
+
+    def fits(
+        self, op: ReduceOp, given: Sequence[Any], options: CommunicationOptions
+    ) -> bool:
+        """Return whether the ranks can exchange arrays with the comparison of calls.
+
+        The result is the same on all ranks.
+        """
+        # What fits on a page beside the call signature: see `Comparison`.
+        limit = self._consensus.comparison.payload_bytes
+        if self._size == 1:
+            limit = _ALONE_BYTES
+        if limit == 0 or is_direct(options) or options.compression is not None:
+            return False
+        on_gpu = sum(map(arrays.is_device_array, given))
+        if on_gpu:  # each has to be copied twice
+            # Down to the host, and up again.
+            limit = min(limit, _GPU_BYTES)
+        if on_gpu > _GPU_ARRAYS or (on_gpu and self._size == 1):
+            return False
+        return arithmetic.bound_bytes(op, given) <= limit
+
+    def plan_packed(
+        self,
+        call: CallSignature,
+        op: ReduceOp,
+        options: CommunicationOptions,
+        structure: Structure,
+        given: Sequence[Any],
+    ) -> ReducePlan:
+        """Return the plan of a reduction of arrays that travel with the comparison.
+
+        Args:
+          call: what the ranks are to compare.
+          op: the reduction.
+          options: see `CommunicationOptions`.
+          structure: of the value.
+          given: the leaves as arrays, which were checked; see `fits`.
+        """
+        packs = _make_packs(op, given)
+        pages, comparison = None, self._consensus.comparison
+        # One rank has no pages to share; it fills arrays of its own.
+        if packs and self._size > 1 and isinstance(comparison, PayloadComparison):
+            pages = comparison.pages([(pack.dtype, pack.shape) for pack in packs])
+        plan = self._plan_large(call, op, options, structure, given)
+        return plan._replace(packs=packs, pages=pages)
+
+    def _plan_large(
+        self,
+        call: CallSignature,
+        op: ReduceOp,
+        options: CommunicationOptions,
+        structure: Structure,
+        given: Sequence[Any],
+    ) -> ReducePlan:
+        combine = functools.partial(arithmetic.combine_in_order, op)
+        return ReducePlan(
+            call,
+            digest(call),
+            op,
+            options,
+            structure,
+            packs=(),
+            pages=None,
+            has_integers=arithmetic.may_not_fit(op, [a.dtype for a in given]),
+            is_on_gpu=any(map(arrays.is_device_array, given)),
+            combine=arithmetic.add_in_order if op.adds else combine,
+            divisor=self._size if op is ReduceOp.MEAN else 0,
+        )
+
+    def reduce_packed(self, plan: ReducePlan, given: Sequence[Any]) -> list[Any]:
+        """Return reductions of leaves sent with the comparison. Collective."""
+
+        def fill(pages: Sequence[Any]) -> bool:
+            """Write this rank's packs; return whether their sums may overflow."""
+            # One copy for all GPU arrays, before the ranks wait for each other.
+            host = self._copies.down(given) if plan.is_on_gpu else given
+            for pack, page in zip(plan.packs, pages):
+                pack.fill(page, host)
+            return plan.has_integers and any(
+                arithmetic.may_overflow(page, self._size) for page in pages
+            )
+
+        consensus, timeout = self._consensus, plan.options.timeout_seconds
+        if plan.pages is None:  # of one rank
+            # `fill` still converts and packs, so that one rank gives the same dtypes as
+            # many.
+            alone = [np.empty(pack.shape, pack.dtype) for pack in plan.packs]
+            fill(alone)
+            parts: Sequence[Sequence[Any]] = [(a,) for a in alone]
+        else:
+            parts = consensus.exchange(
+                plan.call, plan.number, plan.pages, fill, timeout
+            )
+        results: list[Any] = [None] * len(given)
+        # `parts` are views of shared pages, valid until the next exchange: `combine`
+        # makes totals of our own.
+        for pack, everyone in zip(plan.packs, parts):
+            total = plan.combine(everyone)
+            if plan.divisor:
+                total /= plan.divisor
+            if pack.dtype != pack.out:
+                total = total.astype(pack.out)
+            pack.take_apart(total, results)
+        # If any rank's flag is set, all ranks check
+        if plan.has_integers and (
+            plan.op is ReduceOp.PRODUCT or consensus.comparison.is_any_large
+        ):
+            self._require_fit(plan, parts, results)
+        return self._copies.up(results, given) if plan.is_on_gpu else results
+
+    def _require_fit(
+        self, plan: ReducePlan, parts: Sequence[Any], results: Sequence[Any]
+    ) -> None:
+        """Raise, on all ranks, if integers have overflowed in packs. Collective."""
+        contributions = []
+        for rank in range(self._size):
+            contribution: list[Any] = [None] * len(results)
+            for pack, everyone in zip(plan.packs, parts):
+                pack.take_apart(everyone[rank], contribution)
+            contributions.append(contribution)
+        pairs = list(zip(results, zip(*contributions)))
+        is_product = plan.op is ReduceOp.PRODUCT
+        check = arithmetic.check_product if is_product else arithmetic.check_sum
+        with self._consensus.same_on_all():
+            check_each(pairs, plan.structure.spec, check)
+
+    # Large arrays: reserve, compare, move
+
+    def reduce_large(
+        self,
+        call: CallSignature,
+        number: int,
+        op: ReduceOp,
+        values: Sequence[Any],
+        options: CommunicationOptions,
+        prepare: Reduction | None = None,
+    ) -> list[Any]:
+        """Return the reductions of arrays that were checked before. Collective.
+
+        Args:
+          call: the signature that the ranks compare.
+          number: its digest.
+          op: the operation.
+          values: the arrays.
+          options: see `CommunicationOptions`.
+          prepare: prepares the reduction; by default `prepare`.
+        """
+        consensus, timeout = self._consensus, options.timeout_seconds
+        # What may fail comes before the comparison, and a failure is reported in it.
+        with consensus.lock:
+            address, move = consensus.guard(
+                call.operation, prepare or self.prepare, op, values, options
+            )
+            # The address is compared with the call
+            return move(consensus.compare(call, number, address, timeout))
+
+    def prepare(
+        self,
+        op: ReduceOp,
+        values: Sequence[Any],
+        options: CommunicationOptions,
+        prepare_sums: Summation | None = None,
+        is_sum: bool = True,
+        plan: SumPlan | None = None,
+    ) -> Prepared:
+        """Prepare the reduction of arrays that were checked before. Not collective.
+
+        All memory that it needs is reserved here, where a failure of one rank can still
+        be reported. float16 and bfloat16 are added up in float32, the mean of integers
+        in float64.
+
+        Args:
+          op: the operation.
+          values: the arrays.
+          options: see `CommunicationOptions`.
+          prepare_sums: replaces transports for SUM and MEAN.
+          is_sum: whether it adds; else the result may be any integers.
+          plan: of SUM and MEAN by transports; None makes one.
+
+        Returns: see `Prepared`. What moves the data raises, on all ranks, ArgumentError
+          for integers that do not fit their dtype.
+        """
+        if not op.adds:
+            packs = self._combinations.reserve(op, values, options)
+            return 0, lambda _: self._combinations.combine(op, packs, values, options)
+        sums = plan or self._plan_sums(op, values, options, is_sum)
+        # Transports take contiguous and aligned arrays, as nearly all are.
+        partial = [
+            a
+            if type(a) is np.ndarray and a.dtype == dtype and a.flags.carray
+            else arithmetic.contiguous(a, dtype)
+            for a, dtype in zip(values, sums.sends)
+        ]
+        # Results whose dtype is narrower than that of the totals
+        narrow = [
+            (j, self._results.empty(partial[j].size, partial[j], sums.out[j]))
+            for j in sums.narrow
+        ]
+        # The flag "may overflow" is added along with the arrays, without an extra
+        # round.
+        if sums.is_checked:
+            partial.append(self._count_large(partial))
+        address = 0
+        if prepare_sums is None:
+            prepare_sums = self.prepare_sums
+            address = self._address_of(partial, options) if len(self._symmetric) else 0
+        if address:
+            sum_here = self._prepare_symmetric(partial, options)
+        elif plan is None:
+            sum_here = prepare_sums(partial, options)
+        else:
+            sum_here = self.prepare_sums(partial, options, packs=plan.packs)
+
+        def move(is_symmetric: bool) -> list[Any]:
+            if address and not is_symmetric:
+                # Other ranks have passed other arrays, which are not symmetric to these
+                totals = prepare_sums(partial, options)()
+            else:
+                totals = sum_here()
+            if sums.is_checked:
+                self._check_integers(partial, totals, options, prepare_sums)
+                del totals[-1]  # the flag is not a result
+            if op is ReduceOp.MEAN:
+                # In place: the totals are ours, so a mean costs no second array.
+                # CuPy's own kernels take float32 below 1.2e-38 for 0, NumPy does not
+                for total in totals:
+                    total /= self._size
+            for j, result in narrow:
+                wide, totals[j] = totals[j], result.reshape(totals[j].shape)
+                totals[j][...] = wide
+            return totals
+
+        return address, move
+
+    def _plan_sums(
+        self,
+        op: ReduceOp,
+        values: Sequence[Any],
+        options: CommunicationOptions,
+        is_sum: bool = True,
+    ) -> SumPlan:
+        """Return how arrays like these are summed over all ranks.
+
+        With compression, arrays on GPUs are sent in the narrower dtype. Those on the
+        host keep theirs until they are sent to other nodes: see `_SumPack.wire`.
+        """
+        compression = options.compression if self._size > 1 else None
+        on_gpu = [arrays.is_device_array(a) for a in values]
+        out, sends = arithmetic.dtypes_to_add(op, [a.dtype for a in values])
+        if compression is not None:
+            sends = out
+            if any(on_gpu):
+                sends = [arithmetic.wire_dtype(dtype, compression) for dtype in out]
+        totals = map(arrays.accumulator_dtype, sends)
+        narrow = [j for j, total in enumerate(totals) if total != out[j]]
+        is_checked = is_sum and self._size > 1 and arithmetic.is_integer_sum(op, out)
+        kinds = list(zip(sends, on_gpu))
+        shapes = [tuple(a.shape) for a in values]
+        if is_checked:
+            kinds.append((_FLAG, False))
+            shapes.append((1,))
+        packs = self._divide(kinds, shapes, options)
+        return SumPlan(out, sends, narrow, is_checked, packs)
+
+    def _divide(
+        self,
+        kinds: Sequence[Kind],
+        shapes: Sequence[tuple[int, ...]],
+        options: CommunicationOptions,
+        transport: Transport | None = None,
+    ) -> list[_SumPack]:
+        """Return the packs of arrays, given their kinds and shapes.
+
+        `transport` adds them if it can; else the one that the options ask for.
+        """
+        if self._size == 1:
+            return []
+        sizes = list(map(math.prod, shapes))
+        sizes_bytes = [n * dtype.itemsize for n, (dtype, _) in zip(sizes, kinds)]
+        packs = []
+        for members in packing.groups(kinds, sizes_bytes, options.bytes_per_pack):
+            kind = kinds[members[0]]
+            size = sum(sizes[j] for j in members)
+            # Sums of 16-bit floats are accumulated in float32; see
+            # `Transport.allreduce_sum`.
+            total = arrays.accumulator_dtype(kind[0])
+            adder: Transport | None = self._narrowing(kind, options)
+            wire = None
+            if adder is not None:
+                wire = arithmetic.wire_dtype(kind[0], options.compression)
+            else:
+                size_bytes = size * total.itemsize
+                adder = self._transport_for(kind, size_bytes, options, transport)
+            inside = [shapes[j] for j in members]
+            packs.append(_SumPack(members, inside, size, total, adder, wire))
+        return packs
+
+    def _narrowing(
+        self, kind: Kind, options: CommunicationOptions
+    ) -> NarrowingTransport | None:
+        """Return the transport that compresses arrays, if requested."""
+        dtype, is_device = kind
+        # Integers and 16-bit numbers would not become narrower.
+        is_wide = dtype.kind == "f" and dtype.itemsize > 2
+        if options.compression is None or is_device or not is_wide:
+            return None
+        return self._transports.narrowing(
+            implementation_of(options), options.reproducible
+        )
+
+    def _transport_for(
+        self,
+        kind: Kind,
+        size_bytes: int,
+        options: CommunicationOptions,
+        transport: Transport | None,
     ) -> Transport:
-        """Return the transport that options ask for."""
-        return self._transports.pick(implementation_of(options), is_ordered, is_device)
+        dtype, is_device = kind
+        is_ordered = options.reproducible or arrays.is_float16(dtype)
+        # A transport that was chosen for all is replaced where it cannot do this pack.
+        if (
+            transport is None
+            or transport.device != is_device
+            or (is_ordered and not transport.is_ordered)
+        ):
+            choice = self._transports.pick(
+                implementation_of(options), is_ordered, is_device
+            )
+            return choice.for_size("allreduce", size_bytes)
+        return transport
 
-    def place_of(self, given: Sequence[Any], options: CommunicationOptions) -> int:
+    def prepare_sums(
+        self,
+        values: Sequence[Any],
+        options: CommunicationOptions,
+        transport: Transport | None = None,
+        packs: Sequence[_SumPack] | None = None,
+    ) -> Callable[[], list[Any]]:
+        """Reserve memory; return what sums contiguous arrays over all ranks.
+
+        The sums are arrays of our own. float16 and bfloat16 are added up in float32,
+        which the sums have then. Not collective; what it returns is.
+
+        Args:
+          values: contiguous arrays.
+          options: see `CommunicationOptions`.
+          transport: adds them, if it can.
+          packs: of these arrays; None makes them.
+        """
+        # A copy: results never alias arguments.
+        if self._size == 1:
+            copies = [value.copy() for value in values]
+            return lambda: copies
+        if packs is None:
+            kinds = list(map(packing.kind_of, values))
+            shapes = [tuple(a.shape) for a in values]
+            packs = self._divide(kinds, shapes, options, transport)
+        chosen, empty = packs, self._results.empty
+        memory = [empty(p.size, values[p.members[0]], p.dtype) for p in packs]
+
+        def sum_here() -> list[Any]:
+            timeout = options.timeout_seconds
+            deadline = None if timeout is None else deadline_of(options)
+            totals: list[Any] = [None] * len(values)
+            for pack, total in zip(chosen, memory):
+                self._sum_pack(pack, [values[j] for j in pack.members], total, deadline)
+                if len(pack.members) == 1:
+                    totals[pack.members[0]] = total.reshape(pack.shapes[0])
+                    continue
+                for j, part in zip(pack.members, packing.unpack(total, pack.shapes)):
+                    totals[j] = part
+            return totals
+
+        return sum_here
+
+    def _sum_pack(
+        self,
+        pack: _SumPack,
+        sends: Sequence[Any],
+        total: Any,
+        deadline: float | None,
+    ) -> None:
+        """Put the sums of arrays of one dtype into their memory."""
+        transport, dtype = pack.transport, sends[0].dtype
+        self._transports.count(transport.name, total.nbytes)
+        if pack.wire is not None:
+            assert isinstance(transport, NarrowingTransport)
+            transport.allreduce_narrow(sends, total, pack.wire, deadline)
+            return
+        transport.allreduce_packed(sends, total, deadline)
+        # Totals may have been narrow on the way, so all are
+        if dtype != pack.dtype:
+            arithmetic.round_to(dtype, total)
+
+    def _address_of(self, values: Sequence[Any], options: CommunicationOptions) -> int:
         """Return `SymmetricMemory.place_of` if it helps that arrays are symmetric."""
         in_node = self._transports.intra_node
         # In-place reduction only helps where the transport is the node's own and
@@ -73,140 +741,118 @@ class Sums:
             return 0
         # Reproducible sums need the order of the ranks, which not every transport
         # keeps.
-        if options.reproducible and not in_node.is_ordered:
+        if self._size == 1 or (options.reproducible and not in_node.is_ordered):
             return 0
-        return self._symmetric.place_of(given)
+        return self._symmetric.place_of(values)
 
-    def prepare(
-        self,
-        values: Sequence[Any],
-        options: CommunicationOptions,
-        transport: Transport | None = None,
-        is_symmetric: bool = False,
+    def _prepare_symmetric(
+        self, values: Sequence[Any], options: CommunicationOptions
     ) -> Callable[[], list[Any]]:
-        """Reserve memory; return what sums contiguous arrays over all ranks.
+        """Like `prepare_sums`; symmetric arrays are added where they lie."""
+        in_node = self._transports.intra_node
+        assert in_node is not None
+        # By their number, the arrays of all ranks of the node
+        found = enumerate(map(self._symmetric.everyone, values))
+        near = {j: everyone for j, everyone in found if everyone is not None}
+        far = [j for j in range(len(values)) if j not in near]
+        sum_far = self.prepare_sums([values[j] for j in far], options)
+        sums = {
+            j: self._results.empty(values[j].size, values[j], _total_dtype(values[j]))
+            for j in near
+        }
 
-        The sums are arrays of our own. float16 and bfloat16 are added up in float32,
-        which the sums have then. Arguments and errors: see `reserve`.
+        def sum_here() -> list[Any]:
+            totals = dict(zip(far, sum_far()))
+            self._transports.count(in_node.name, sum(a.nbytes for a in sums.values()))
+            in_node.allreduce_symmetric(
+                list(near.values()), list(sums.values()), deadline_of(options)
+            )
+            for j, total in sums.items():
+                totals[j] = total.reshape(values[j].shape)
+            return [totals[j] for j in range(len(values))]
+
+        return sum_here
+
+    def _count_large(self, partial: Sequence[Any]) -> Any:
+        """Return 1 if sums of integers over all ranks may overflow, else 0.
+
+        Ranks add it along with the arrays. (It is a float, so that it is not packed
+        with large integer arrays.)
         """
-        # A copy: results never alias arguments.
-        if self._ranks == 1:
-            copies = [value.copy() for value in values]
-            return lambda: copies
-        packs = self.reserve(values, options, transport, is_symmetric)
-        return functools.partial(self.sum_packs, packs, options)
+        is_large = any(arithmetic.may_overflow(a, self._size) for a in partial)
+        return np.array([is_large], _FLAG)
 
-    def reserve(
+    def _check_integers(
         self,
-        values: Sequence[Any],
+        partial: Sequence[Any],
+        totals: list[Any],
         options: CommunicationOptions,
-        transport: Transport | None = None,
-        is_symmetric: bool = False,
-    ) -> list[_Pack]:
-        """Allocate memory for sums, and choose the transport. Not collective.
+        prepare: Summation,
+    ) -> None:
+        """Raise, on all ranks, if sums of integers do not fit. Collective.
 
-        Errors of one rank alone are raised here, before the comparison.
+        Only if some rank has large integers, all are added again in float64.
 
         Args:
-          values: contiguous arrays.
+          partial: the summands; the last one is the result of `_count_large`.
+          totals: the sums; those of narrow dtypes are replaced by exact ones.
           options: see `CommunicationOptions`.
-          transport: what moves them, if it can.
-          is_symmetric: whether to leave those that are symmetric where they lie.
+          prepare: prepares sums of arrays.
         """
-        near: list[int] = []
-        if is_symmetric:
-            # Those in symmetric memory, which all ranks of the node read where they
-            # lie.
-            places = map(self._symmetric.everyone, values)
-            near = [j for j, place in enumerate(places) if place is not None]
-        far = [j for j in range(len(values)) if j not in set(near)]
-        packs = []
-        for chosen, size_bytes in ((near, 0), (far, options.bytes_per_pack)):
-            given = [values[j] for j in chosen]
-            sizes = [value.nbytes for value in given]
-            for numbers in packing.groups(given, sizes, size_bytes):
-                sends = [given[k] for k in numbers]
-                # Sums of 16-bit floats are accumulated in float32; see
-                # `Transport.allreduce_sum`.
-                dtype = arithmetic.accumulator_of(sends[0])
-                size = sum(send.size for send in sends)
-                total = self._results.empty(size, sends[0], dtype)
-                members = [chosen[k] for k in numbers]
-                wire = None
-                way: Transport | None = self._narrowing(sends[0], options)
-                if way is not None:
-                    wire = arithmetic.wire_dtype(sends[0].dtype, options.compression)
-                elif chosen is far:
-                    way = self._transport_for(sends[0], options, transport)
-                packs.append(_Pack(members, sends, total, way, wire))
-        return packs
-
-    def _narrowing(
-        self, send: Any, options: CommunicationOptions
-    ) -> NarrowingTransport | None:
-        """Return the transport that compresses an array, if requested."""
-        if options.compression is None or arrays.is_device_array(send):
-            return None
-        # Integers and 16-bit numbers would not become narrower.
-        if send.dtype.kind != "f" or send.dtype.itemsize <= 2:
-            return None
-        return self._transports.narrowing(
-            implementation_of(options), options.reproducible
-        )
-
-    def _transport_for(
-        self, send: Any, options: CommunicationOptions, transport: Transport | None
-    ) -> Transport:
-        is_ordered = options.reproducible or arrays.is_float16(send.dtype)
-        is_device = arrays.is_device_array(send)
-        way = transport
-        # A transport that was chosen for all is replaced where it cannot do this pack.
-        if way is None or way.device != is_device or (is_ordered > way.is_ordered):
-            way = self.transport(options, is_ordered, is_device)
-        return way
-
-    def sum_packs(
-        self, packs: Sequence[_Pack], options: CommunicationOptions
-    ) -> list[Any]:
-        """Return the sums of the arrays that were passed to `reserve`. Collective."""
-        totals: dict[int, Any] = {}
-        deadline = deadline_of(options)
-        near = []
-        for pack in packs:
-            if pack.transport is not None:
-                self._sum_pack(pack, pack.transport, deadline)
-            shapes = [send.shape for send in pack.sends]
-            parts = packing.unpack(pack.total, shapes)
-            for j, send, part in zip(pack.members, pack.sends, parts, strict=True):
-                totals[j] = part
-                if pack.transport is None:
-                    near.append((send, part))
-        if near:
-            self._sum_symmetric(near, deadline)
-        return [totals[j] for j in range(len(totals))]
-
-    def _sum_pack(
-        self, pack: _Pack, transport: Transport, deadline: float | None
-    ) -> None:
-        """Put the sums of arrays of one dtype into their memory."""
-        dtype = pack.sends[0].dtype
-        if pack.wire is not None:
-            assert isinstance(transport, NarrowingTransport)
-            self._transports.count(transport.name, pack.total.nbytes)
-            transport.allreduce_narrow(pack.sends, pack.total, pack.wire, deadline)
+        # The total of all ranks' flags: zero on all or none, so all return here
+        # together.
+        if not totals[-1][0]:
             return
-        transport.allreduce_packed(pack.sends, pack.total, deadline)
-        if arrays.is_float16(dtype):  # totals may have been, on the way, so all are
-            arithmetic.round_to(dtype, pack.total)
-
-    def _sum_symmetric(
-        self, pairs: Sequence[tuple[Any, Any]], deadline: float | None
-    ) -> None:
-        """Put the sums of symmetric arrays into others."""
-        everyone = [self._symmetric.everyone(send) for send, _ in pairs]
-        in_node, totals = self._transports.intra_node, [total for _, total in pairs]
-        assert in_node is not None
-        self._transports.count(in_node.name, sum(total.nbytes for total in totals))
-        in_node.allreduce_symmetric(
-            [found for found in everyone if found is not None], totals, deadline
+        integers = [j for j, a in enumerate(partial) if a.dtype.kind in "iu"]
+        call, consensus = CallSignature("a sum of large integers"), self._consensus
+        sum_wide = consensus.guard(
+            call.operation,
+            lambda: prepare([partial[j].astype(np.float64) for j in integers], options),
         )
+        consensus.require_same(call)
+        wide = sum_wide()
+
+        def check() -> None:
+            for j, rough in zip(integers, wide, strict=True):
+                dtype = partial[j].dtype
+                if dtype.itemsize < 8:  # exact; Open MPI saturates sums of few bits
+                    totals[j] = rough.astype(np.int64).astype(dtype)
+                name = "value" if len(partial) == 2 else f"array {j} of the value"
+                what = f"the sum of {name} over all replicas"
+                arithmetic.require_fit(totals[j], rough, what)
+
+        consensus.guard_last(call.operation, check)
+
+
+def _make_packs(op: ReduceOp, given: Sequence[Any]) -> list[_Pack]:
+    """Return how arrays are packed: those of one dtype, with one dtype as result."""
+    out, sends = arithmetic.dtypes_to_add(op, [a.dtype for a in given])
+    # By both dtypes: float16 and float32 go apart, though both are sent as float32
+    groups: dict[Any, list[int]] = {}
+    for i, kind in enumerate(zip(sends, out)):
+        groups.setdefault(kind, []).append(i)
+    return [
+        _pack(dtype, result, members, given)
+        for (dtype, result), members in groups.items()
+    ]
+
+
+def _pack(
+    dtype: np.dtype[Any],
+    out: np.dtype[Any],
+    members: Sequence[int],
+    given: Sequence[Any],
+) -> _Pack:
+    if len(members) == 1:
+        return _Pack(dtype, out, given[members[0]].shape, members[0], (), (), ())
+    scalars = tuple(i for i in members if not given[i].ndim)
+    others = tuple(i for i in members if given[i].ndim)
+    cuts, end = [], 0
+    for i in others:
+        cuts.append((slice(end, end + given[i].size), given[i].shape))
+        end += given[i].size
+    return _Pack(dtype, out, (end + len(scalars),), None, others, tuple(cuts), scalars)
+
+
+def _total_dtype(array: Any) -> np.dtype[Any]:
+    return arrays.accumulator_dtype(array.dtype)

@@ -56,8 +56,8 @@ class Choices(NamedTuple):
     """
 
     by_name: Mapping[str, Transport]
-    default: Transport
-    by_request: Mapping[tuple[CommunicationImplementation, bool], Transport]
+    default: BySizeTransport
+    by_request: Mapping[tuple[CommunicationImplementation, bool], BySizeTransport]
 
 
 def choose(
@@ -85,10 +85,10 @@ def choose(
             "exist here; run `python -m mpidist tune` again"
         )
 
-    def counted(name: str) -> Transport:
+    def counted(name: str) -> BySizeTransport:
         return BySizeTransport({name: by_name[name]}, all_by([(0, name)]), count)
 
-    default: Transport = BySizeTransport(by_name, table, count)
+    default = BySizeTransport(by_name, table, count)
     there = [counted(name) for name in ordered if name in by_name]
     in_order = default
     if not default.is_ordered:
@@ -181,7 +181,7 @@ class TransportSelector:
         implementation: CommunicationImplementation,
         is_ordered: bool,
         is_device: bool,
-    ) -> Transport:
+    ) -> BySizeTransport:
         """Return the transport for a call.
 
         Args:

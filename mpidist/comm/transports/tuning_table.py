@@ -50,10 +50,19 @@ class BySizeTransport:
         self._edges = {m: [edge for edge, _ in rows] for m, rows in table.items()}
         self._rows = {m: [transports[n] for _, n in rows] for m, rows in table.items()}
 
+    def for_size(self, method: str, size_bytes: int) -> Transport:
+        """Return the transport for results of this size, whose calls are not counted.
+
+        Args:
+          method: "allreduce", "allgatherv" or "broadcast".
+          size_bytes: of the result.
+        """
+        edges = self._edges[method]
+        return self._rows[method][bisect.bisect(edges, size_bytes) - 1]
+
     def _pick(self, method: str, receive: Any) -> Transport:
-        size_bytes = receive.nbytes
-        way = self._rows[method][bisect.bisect(self._edges[method], size_bytes) - 1]
-        self._count(way.name, size_bytes)
+        way = self.for_size(method, receive.nbytes)
+        self._count(way.name, receive.nbytes)
         return way
 
     def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:

@@ -33,7 +33,8 @@ def reduce(step, timeout=None):
         timeout_seconds=timeout, implementation=implementation
     )
     value = np.full(n, float(step * ranks + rank))
-    return strategy.extended.collectives.all_reduce("reduce", "SUM", value, options)
+    reductions = strategy.extended.collectives.reductions
+    return reductions.all_reduce("reduce", "SUM", value, options)
 
 def steps(skipped):
     # A number of another step is a wrong one
