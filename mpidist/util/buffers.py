@@ -77,7 +77,18 @@ class Buffers:
         count = math.prod(shape)
         if dtype.hasobject or not count * dtype.itemsize:
             return np.empty(shape, dtype)
-        return self._take(dtype, count).reshape(shape)
+        if self._owner != os.getpid():  # page-locked memory is not valid after a fork
+            self._start()
+        with self._lock:
+            array = None if self._is_searching else self._find(dtype, count)
+            allocate = self._allocate or _allocate
+        if array is None:
+            buffer = _Buffer(allocate(count * dtype.itemsize))
+            array = buffer.lend(dtype, count)
+            with self._lock:
+                self._buffers.append(buffer)
+                del self._buffers[: -self._count]
+        return array.reshape(shape)
 
     def allocate_by(self, allocate: Allocate) -> None:
         """Allocate memory by `allocate` from now on; it may raise MemoryError."""
@@ -89,21 +100,6 @@ class Buffers:
     def clear(self) -> None:
         """Release all buffers."""
         self._buffers = []
-
-    def _take(self, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
-        if self._owner != os.getpid():  # page-locked memory is not valid after a fork
-            self._start()
-        with self._lock:
-            array = None if self._is_searching else self._find(dtype, count)
-            allocate = self._allocate or _allocate
-        if array is not None:
-            return array
-        buffer = _Buffer(allocate(count * dtype.itemsize))
-        array = buffer.lend(dtype, count)
-        with self._lock:
-            self._buffers.append(buffer)
-            del self._buffers[: -self._count]
-        return array
 
     def _find(self, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any] | None:
         """Return an array in a free buffer of about this size, if there is one."""

@@ -165,7 +165,7 @@ def test_memory_of_models_that_are_gone_is_freed(strategy, counted, monkeypatch)
         check(strategy, model, network(seed), range(20))
         del model
     gc.collect()
-    assert 1 <= len(operations._group.symmetric_memory) <= 4
+    assert 1 <= len(operations._group.symmetric_memory.regions) <= 4
 
 
 @pytest.mark.parametrize("limit", [0, 10**6])

@@ -253,7 +253,10 @@ class Reductions:
             # Fast path for repeated all-reduces: skip the checks that already passed.
             if plan is not None:
                 with self._consensus.lock:
-                    results = self._execute(plan, leaves)
+                    if plan.packs:
+                        results = self.reduce_packed(plan, leaves)
+                    else:
+                        results = self._execute(plan, leaves)
                 return plan.structure.give_back(results, leaves, spec)
         # Sparse leaves are looked for only where no plan was found: a plan exists for
         # dense values alone.
@@ -520,7 +523,7 @@ class Reductions:
         Returns: see `Prepared`. What moves the data raises, on all ranks, ArgumentError
           for integers that do not fit their dtype.
         """
-        if not op.adds:
+        if plan is None and not op.adds:
             packs = self._combinations.reserve(op, values, options)
             return 0, lambda _: self._combinations.combine(op, packs, values, options)
         sums = plan or self._plan_sums(op, values, options, is_sum)
@@ -543,7 +546,8 @@ class Reductions:
         address = 0
         if prepare_sums is None:
             prepare_sums = self.prepare_sums
-            address = self._address_of(partial, options) if len(self._symmetric) else 0
+            if self._symmetric.regions:
+                address = self._address_of(partial, options)
         if address:
             sum_here = self._prepare_symmetric(partial, options)
         elif plan is None:

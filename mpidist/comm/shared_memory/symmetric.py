@@ -61,16 +61,16 @@ class SymmetricMemory:
     Args:
       consensus: of all ranks.
       node: the ranks that share memory with this one; borrowed.
+
+    Attributes:
+      regions: those in use, by the identity of their roots. Read only.
     """
 
     def __init__(self, consensus: Consensus, node: MPI.Intracomm):
         self._consensus = consensus
         self._node = node
         self._made = 0
-        self._regions: dict[int, _Region] = {}  # by the identity of their roots
-
-    def __len__(self) -> int:
-        return len(self._regions)
+        self.regions: dict[int, _Region] = {}
 
     def allocate(self, operation: str, fields: Sequence[Field]) -> list[Any]:
         """Return this rank's arrays, filled with zeros. Collective.
@@ -121,7 +121,7 @@ class SymmetricMemory:
 
     def _register(self, root: Any, start: int, part_bytes: int) -> None:
         # A region is removed when the last view of its memory was deleted.
-        key, regions = id(root), self._regions
+        key, regions = id(root), self.regions
         regions[key] = _Region(
             self._made,
             weakref.ref(root, lambda _: regions.pop(key, None)),
@@ -137,7 +137,7 @@ class SymmetricMemory:
         Ranks get the same 62-bit number if their arrays are at the same offsets of the
         same allocations.
         """
-        if not self._regions:
+        if not self.regions:
             return 0
         # A pair (region, offset) is independent of addresses, which differ between
         # processes.
@@ -166,7 +166,7 @@ class SymmetricMemory:
         # Views with steps are not recognized; they are reduced by copying.
         if not isinstance(value, np.ndarray) or not value.flags.c_contiguous:
             return None
-        region = self._regions.get(id(value.base))
+        region = self.regions.get(id(value.base))
         if region is None and value.size and not isinstance(value.base, np.ndarray):
             return self._find_foreign(value)
         # An id may be reused after its array died, hence the check of identity.
@@ -180,7 +180,7 @@ class SymmetricMemory:
             return None
         address = _address(value)
         # DLPack's arrays have no base to look at, so compare addresses.
-        for region in self._regions.values():
+        for region in self.regions.values():
             offset = address - region.address
             if 0 <= offset <= region.part_bytes - value.nbytes:
                 return region, offset

@@ -103,7 +103,8 @@ class SharedTransport:
             last = self._add(
                 slots, slots, receive[start : start + step], last, deadline
             )
-        self._end(last, deadline)
+        if last is not None:
+            self._end(last, deadline)
 
     def allreduce_symmetric(
         self,
@@ -131,7 +132,8 @@ class SharedTransport:
                 slots = [slot.view(receive.dtype) for slot in self._next_slots()]
                 inputs = [a[block] for a in given]
                 last = self._add(inputs, slots, receive[block], last, deadline)
-        self._end(last, deadline)
+        if last is not None:
+            self._end(last, deadline)
         # After this barrier every rank may overwrite its symmetric arrays again.
         self._synchronize("all_reduce", deadline)  # all have read them
 
@@ -195,12 +197,11 @@ class SharedTransport:
             self._fetch(last)
         return _Block(slots, receive, parts, request)
 
-    def _end(self, last: _Block | None, deadline: float | None) -> None:
+    def _end(self, last: _Block, deadline: float | None) -> None:
         """End the final block."""
-        if last is not None:
-            self._publish(last, deadline)
-            self._synchronize("all_reduce", deadline)
-            self._fetch(last)
+        self._publish(last, deadline)
+        self._synchronize("all_reduce", deadline)
+        self._fetch(last)
 
     def _publish(self, block: _Block, deadline: float | None) -> None:
         """Publish the totals of this rank's part."""

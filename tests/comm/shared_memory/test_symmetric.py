@@ -20,7 +20,7 @@ LARGE = 300_000  # of elements: more than the ranks exchange with their calls
 
 
 def regions(strategy):
-    return len(strategy.extended.symmetric_memory)
+    return len(strategy.extended.symmetric_memory.regions)
 
 
 def everyones(comm, count, dtype="f8"):
