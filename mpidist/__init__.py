@@ -235,7 +235,7 @@ from mpidist.launch import commands
 if not commands.is_command():
     from mpidist.launch import mpi_defaults  # noqa: F401, I001 - before MPI is imported
     from mpidist.resilience import exit_handling, watchdog
-    from mpidist.comm.cross_device_kinds import (
+    from mpidist.comm.cross_device_ops import (
         HierarchicalCopyAllReduce,
         NcclAllReduce,
         ReductionToOneDevice,

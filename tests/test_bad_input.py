@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 import mpidist
 from mpidist import Dataset
-from mpidist.comm.transports.tuning_file import Layout, find_table
+from mpidist.comm.transports.tuning import Layout, find_table
 from mpidist.launch.launchers import check_launch
 from mpidist.util import validation
 from mpidist.util.settings import BANNER, SETTINGS, hang_seconds

@@ -10,7 +10,7 @@ from mpidist._version import __version__
 from mpidist.comm.consensus.failures import can_survive
 from mpidist.comm.device_info import GpuFacts
 from mpidist.comm.replica_group import ReplicaGroup
-from mpidist.comm.transports.tuning_file import Table, short_name
+from mpidist.comm.transports.tuning import Table, short_name
 from mpidist.util import logs
 from mpidist.util.available_memory import as_text
 from mpidist.util.settings import BANNER

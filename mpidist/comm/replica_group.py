@@ -28,7 +28,7 @@ from mpidist.comm.shared_memory.node import NodeMemory, make_barrier
 from mpidist.comm.shared_memory.symmetric import SymmetricMemory
 from mpidist.comm.topology import Topology
 from mpidist.comm.transports.selector import TransportSelector
-from mpidist.comm.transports.tuning_file import (
+from mpidist.comm.transports.tuning import (
     Layout,
     short_name,
     table_path,

@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.comm.transports.base import Transport
-from mpidist.comm.transports.tuning_file import write_table
+from mpidist.comm.transports.tuning import write_table
 from mpidist.device import arrays
 from mpidist.strategy.mirrored_strategy import MirroredStrategy
 from mpidist.util.available_memory import as_text

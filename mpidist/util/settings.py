@@ -321,7 +321,7 @@ TRANSPORTS: Setting[Path | None] = Setting(
     None,
     "a file",
     "The tuning file, which `mpidist tune` writes and rank 0 reads.",
-    "mpidist.comm.transports.tuning_table",
+    "mpidist.comm.transports.tuning",
     Path,
     "mpidist/transports.json in $XDG_CONFIG_HOME or ~/.config",
 )

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import mpidist
 from mpidist import CommunicationOptions
-from mpidist.comm.transports.tuning_file import (
+from mpidist.comm.transports.tuning import (
     Layout,
     find_table,
     short_name,

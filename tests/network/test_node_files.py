@@ -10,7 +10,7 @@ import pytest
 import virtual_nodes
 from mpi4py import MPI
 
-from mpidist.comm.transports.tuning_file import Layout, short_name, write_table
+from mpidist.comm.transports.tuning import Layout, short_name, write_table
 
 JOB = str(Path(__file__).parents[1] / "jobs" / "node_files_job.py")
 ROUTES = """

@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 import mpidist
 from mpidist.__main__ import main
-from mpidist.comm.transports.tuning_file import METHODS, Layout, write_table
+from mpidist.comm.transports.tuning import METHODS, Layout, write_table
 from mpidist.launch import commands
 from mpidist.tools.cli.main import COMMANDS, make_parser
 from mpidist.util.settings import SETTINGS

@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from mpidist.comm.transports.tuning_file import METHODS, Layout, write_table
+from mpidist.comm.transports.tuning import METHODS, Layout, write_table
 from mpidist.tools.cli.main import main
 
 JOB = """

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 import mpidist
-from mpidist.comm.transports.tuning_file import (
+from mpidist.comm.transports.tuning import (
     Layout,
     find_table,
     short_name,

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import mpidist
 from mpidist.comm import device_info
-from mpidist.comm.transports.tuning_file import Layout, find_table, write_table
+from mpidist.comm.transports.tuning import Layout, find_table, write_table
 from mpidist.util.files import (
     SHARD_PATTERN,
     AtomicFile,

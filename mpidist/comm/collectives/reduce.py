@@ -508,9 +508,7 @@ class Reductions:
     ) -> Prepared:
         """Prepare the reduction of arrays that were checked before. Not collective.
 
-        All memory that it needs is reserved here, where a failure of one rank can still
-        be reported. float16 and bfloat16 are added up in float32, the mean of integers
-        in float64.
+        All memory is reserved here, where a failure of one rank can still be reported.
 
         Args:
           op: the operation.
@@ -564,14 +562,8 @@ class Reductions:
             if sums.is_checked:
                 self._check_integers(partial, totals, options, prepare_sums)
                 del totals[-1]  # the flag is not a result
-            if op is ReduceOp.MEAN:
-                # In place: the totals are ours, so a mean costs no second array.
-                # CuPy's own kernels take float32 below 1.2e-38 for 0, NumPy does not
-                for total in totals:
-                    total /= self._size
-            for j, result in narrow:
-                wide, totals[j] = totals[j], result.reshape(totals[j].shape)
-                totals[j][...] = wide
+            if op is ReduceOp.MEAN or narrow:
+                arithmetic.finish(op, totals, narrow, self._size)
             return totals
 
         return address, move

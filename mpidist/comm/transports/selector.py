@@ -20,10 +20,10 @@ from mpidist.comm.transports.ordered import OrderedTransport
 from mpidist.comm.transports.ring import RingTransport
 from mpidist.comm.transports.shared import SharedTransport
 from mpidist.comm.transports.staging import StagingTransport
-from mpidist.comm.transports.tuning_file import Table
-from mpidist.comm.transports.tuning_table import (
+from mpidist.comm.transports.tuning import (
     BySizeTransport,
     Count,
+    Table,
     all_by,
     default_device_table,
     default_table,

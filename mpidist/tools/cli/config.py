@@ -129,7 +129,7 @@ def _shown(value: Any) -> str:
 
 def _tuned(given: Path | None, environ: Mapping[str, str]) -> list[Row]:
     """Return a row for each table of the tuning file, or one on the default."""
-    from mpidist.comm.transports.tuning_file import table_path, tables_in_use
+    from mpidist.comm.transports.tuning import table_path, tables_in_use
     from mpidist.util.available_memory import as_text
 
     if given is not None:

@@ -61,7 +61,7 @@ def _tune(given: argparse.Namespace) -> int:
     """Measure, and print the table."""
     from mpidist.launch import mpi_defaults  # noqa: F401, I001 - before MPI is imported
     from mpidist.resilience import exit_handling
-    from mpidist.comm.transports.tuning_file import table_path
+    from mpidist.comm.transports.tuning import table_path
     from mpidist.tools.tune import describe, tune
 
     exit_handling.abort_on_exception()

@@ -29,7 +29,7 @@ from mpidist.comm.transports.ordered import OrderedTransport
 from mpidist.comm.transports.ring import RingTransport
 from mpidist.comm.transports.shared import SharedTransport
 from mpidist.comm.transports.staging import StagingTransport
-from mpidist.comm.transports.tuning_table import BySizeTransport
+from mpidist.comm.transports.tuning import BySizeTransport
 from mpidist.device import arrays
 from mpidist.device.binding import gpu_count, nccl_version, use_gpu
 
