@@ -1,4 +1,7 @@
-"""Transformations that make new elements: `map` and `batch`."""
+"""Transformations that make or select elements: `map`, `filter`, `batch`, `unbatch`.
+
+Those of iterable datasets begin with Iter, or have no counterpart.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,32 @@ from typing import Any
 import numpy as np
 
 from mpidist.data import sharding
-from mpidist.data.elements import from_lists, owned, plain_array, stack
+from mpidist.data.elements import as_element, from_lists, owned, plain_array, stack
+from mpidist.data.iter_dataset import (
+    IterDataset,
+    IterTransformation,
+    count_rows,
+)
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.ordering import FullBatches
 from mpidist.data.sharding import WHOLE, BatchShare
 from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
 from mpidist.data.sources import Positions
 from mpidist.data.spec import batch_of
-from mpidist.errors import ArgumentError
-from mpidist.util import nest
-from mpidist.util.threads import call_all
+from mpidist.errors import ArgumentError, ArgumentTypeError
+from mpidist.util import nest, validation
+from mpidist.util.threads import call_ahead, call_all
 
-__all__ = ["Batch", "Map", "call_function", "call_mapped"]
+__all__ = [
+    "Batch",
+    "Filter",
+    "IterBatch",
+    "IterMap",
+    "Map",
+    "Unbatch",
+    "call_function",
+    "call_mapped",
+]
 
 
 class Map(MapTransformation):
@@ -293,3 +310,112 @@ def call_mapped(fn: Callable[..., Any], element: Any) -> Any:
     if type(holder[0]) is not np.ndarray:
         holder.append(from_lists(holder.pop()))
     return owned(holder, arguments)
+
+
+class IterMap(IterTransformation):
+    """A function of each element, in some number of threads."""
+
+    def __init__(self, parent: IterDataset, fn: Callable[..., Any], threads: int = 1):
+        super().__init__(parent)
+        self._fn = fn
+        self._threads = threads
+
+    def describe(self) -> str:
+        return f"{self._parent.describe()}.map"
+
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        elements = self._parent.iterate(epoch)
+        call = functools.partial(call_mapped, self._fn)
+        if self._threads > 1:
+            yield from call_ahead(call, elements, self._threads)
+        else:
+            yield from map(call, elements)
+
+    def example(self) -> Any:
+        return call_mapped(self._fn, self._parent.example())
+
+
+class IterBatch(IterTransformation):
+    """Runs of elements, stacked."""
+
+    def __init__(self, parent: IterDataset, batch_size: int, drop_remainder: bool):
+        super().__init__(parent)
+        self._batch_size = batch_size
+        self._drop_remainder = drop_remainder
+
+    @property
+    def batch_size(self) -> int:
+        return self._batch_size
+
+    @property
+    def is_batched(self) -> bool:
+        return True
+
+    def rebatch(self, workers: int) -> IterDataset:
+        share = -(-self._batch_size // workers)
+        return IterBatch(self._parent, share, self._drop_remainder)
+
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        elements = self._parent.iterate(epoch)
+        # An iterator, not a list: only one batch of elements is in memory.
+        while rows := list(itertools.islice(elements, self._batch_size)):
+            if len(rows) == self._batch_size or not self._drop_remainder:
+                yield stack(rows)
+
+    def example(self) -> Any:
+        return stack([self._parent.example()] * self._batch_size)
+
+    def element_spec(self) -> Any:
+        return batch_of(self._parent.element_spec())
+
+
+class Unbatch(IterTransformation):
+    """The rows of each element."""
+
+    @property
+    def batch_size(self) -> None:
+        return None
+
+    @property
+    def is_batched(self) -> bool:
+        return False
+
+    def rebatch(self, workers: int) -> IterDataset:
+        return self  # earlier batches are not the global batches to divide
+
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        for batch in map(as_element, self._parent.iterate(epoch)):
+            leaves, spec = nest.flatten(batch)
+            for i in range(count_rows(batch, "unbatch")):
+                yield nest.unflatten(spec, [leaf[i] for leaf in leaves])
+
+    def example(self) -> Any:
+        def first(a: Any) -> Any:
+            return a[0] if len(a) else np.zeros(a.shape[1:], a.dtype)
+
+        batch = as_element(self._parent.example())
+        count_rows(batch, "unbatch")
+        return nest.map_leaves(first, batch)
+
+
+class Filter(IterTransformation):
+    """The elements for which a predicate is True."""
+
+    def __init__(self, parent: IterDataset, predicate: Callable[..., Any]):
+        super().__init__(parent)
+        self._predicate = predicate
+
+    def describe(self) -> str:
+        return f"{self._parent.describe()}.filter"
+
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        return filter(self._is_wanted, self._parent.iterate(epoch))
+
+    def _is_wanted(self, element: Any) -> bool:
+        result = call_function(self._predicate, element)
+        is_bool = isinstance(result, bool) or getattr(result, "dtype", None) == np.bool_
+        if not is_bool or np.ndim(result):
+            raise ArgumentTypeError(
+                f"predicate must return one bool, not {validation.shown(result)}"
+            )
+        return bool(result)

@@ -1,22 +1,40 @@
-"""Transformations that combine elements: `zip` and `enumerate`."""
+"""Transformations that combine elements: `zip`, `enumerate` and `interleave`."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpidist.data.batching import call_function
+from mpidist.data.iter_dataset import (
+    IterDataset,
+    IterTransformation,
+    MapToIterDataset,
+)
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.sharding import BatchShare
 from mpidist.data.shuffling import ChunkLayout
 from mpidist.data.sources import Positions, RowSource
-from mpidist.errors import ArgumentError
-from mpidist.util import nest
+from mpidist.errors import ArgumentError, ArgumentTypeError
+from mpidist.util import nest, validation
 from mpidist.util.hashing import hash62
+from mpidist.util.threads import read_ahead
 
-__all__ = ["Enumerate", "Zip", "epoch_of_component"]
+if TYPE_CHECKING:
+    from mpidist.data.dataset import Dataset
+
+__all__ = [
+    "Enumerate",
+    "Interleave",
+    "IterEnumerate",
+    "IterZip",
+    "Zip",
+    "epoch_of_component",
+]
 
 
 class Zip(MapDataset):
@@ -224,3 +242,192 @@ class Enumerate(MapTransformation):
 
     def example(self, epoch: Epoch) -> Any:
         return np.int64(self._start), self._parent.example(epoch)
+
+
+class IterZip(IterDataset):
+    """Elements of several datasets, in a structure, up to the end of the shortest."""
+
+    def __init__(self, components: Sequence[IterDataset], spec: nest.Spec):
+        self._components = tuple(components)
+        self._spec = spec
+
+    @property
+    def later_components(self) -> tuple[IterDataset, ...]:
+        """All components but the first; see `epoch_of_component`."""
+        return self._components[1:]
+
+    @property
+    def batch_size(self) -> int | None:
+        sizes = {component.batch_size for component in self._components}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    @property
+    def is_batched(self) -> bool:
+        sizes = {
+            component.batch_size
+            for component in self._components
+            if component.batch_size
+        }
+        return len(sizes) <= 1 and all(
+            component.is_batched for component in self._components
+        )
+
+    @property
+    def needs_entropy(self) -> bool:
+        return any(component.needs_entropy for component in self._components)
+
+    def describe(self) -> str:
+        return f"zip({self._spec}, {', '.join(p.describe() for p in self._components)})"
+
+    def describe_source(self) -> str:
+        return ", ".join(component.describe_source() for component in self._components)
+
+    def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
+        return IterZip(
+            [change(component) for component in self._components], self._spec
+        )
+
+    def rebatch(self, workers: int) -> IterDataset:
+        return self.replace_parents(lambda component: component.rebatch(workers))
+
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        iterators = [
+            component.iterate(epoch_of_component(epoch, i))
+            for i, component in enumerate(self._components)
+        ]
+        return (nest.unflatten(self._spec, elements) for elements in zip(*iterators))
+
+    def example(self) -> Any:
+        return nest.unflatten(
+            self._spec, [component.example() for component in self._components]
+        )
+
+
+class IterEnumerate(IterTransformation):
+    """Pairs of a number, counted from `start`, and an element."""
+
+    def __init__(self, parent: IterDataset, start: int):
+        super().__init__(parent)
+        self._start = start
+
+    @property
+    def batch_size(self) -> None:
+        return None
+
+    @property
+    def is_batched(self) -> bool:
+        return False  # a number has no rows
+
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        numbered = enumerate(self._parent.iterate(epoch), self._start)
+        return ((np.int64(i), element) for i, element in numbered)
+
+    def example(self) -> Any:
+        return np.int64(self._start), self._parent.example()
+
+
+class Interleave(IterTransformation):
+    """Elements of the datasets `map_func(element)`, interleaved.
+
+    Args:
+      parent: of the elements.
+      map_func: returns a Dataset.
+      cycle_length: number of datasets that are interleaved at a time.
+      block_length: number of consecutive elements of a dataset.
+      is_threaded: whether each of these datasets is prefetched by a thread.
+      workers: number of workers among which batch sizes are divided.
+    """
+
+    def __init__(
+        self,
+        parent: IterDataset,
+        map_func: Callable[..., Dataset],
+        cycle_length: int,
+        block_length: int,
+        is_threaded: bool,
+        workers: int = 1,
+    ):
+        super().__init__(parent)
+        self._map_func = map_func
+        self._cycle_length = cycle_length
+        self._block_length = block_length
+        self._is_threaded = is_threaded
+        self._workers = workers
+        self._first: IterDataset | None = None
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._example_dataset().batch_size
+
+    @property
+    def is_batched(self) -> bool:
+        return self._example_dataset().is_batched
+
+    @property
+    def needs_entropy(self) -> bool:
+        return True  # datasets of later elements may be shuffled
+
+    # map_func is left out: functions cannot be compared between processes.
+    def describe(self) -> str:
+        arguments = f"{self._cycle_length}, {self._block_length}"
+        return f"{self._parent.describe()}.interleave({arguments})"
+
+    def rebatch(self, workers: int) -> IterDataset:
+        return Interleave(
+            self._parent,
+            self._map_func,
+            self._cycle_length,
+            self._block_length,
+            self._is_threaded,
+            self._workers * workers,
+        )
+
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        # As in TensorFlow, the next dataset takes the slot of one that has ended when
+        # the cycle reaches that slot again
+        sources = enumerate(self._parent.iterate(epoch))
+        slots: list[Iterator[Any] | None] = [None] * self._cycle_length
+        has_more = True
+        for slot in itertools.cycle(range(self._cycle_length)):
+            if slots[slot] is None and has_more:
+                source = next(sources, None)
+                has_more = source is not None
+                slots[slot] = source and self._start(epoch, *source)
+            elif not has_more and not any(slots):
+                return
+            if (dataset := slots[slot]) is not None:
+                count = 0
+                for element in itertools.islice(dataset, self._block_length):
+                    count += 1
+                    yield element
+                if count < self._block_length:
+                    slots[slot] = None
+
+    def _start(self, epoch: Epoch, number: int, element: Any) -> Iterator[Any]:
+        """Return the elements of the dataset made of one element."""
+        dataset = self._make(element)
+        elements = dataset.iterate(epoch_of_component(epoch, number + 1))
+        return (
+            read_ahead(elements, self._block_length) if self._is_threaded else elements
+        )
+
+    def _make(self, element: Any) -> IterDataset:
+        made = call_function(self._map_func, element)
+        dataset = getattr(made, "pipeline", None)
+        if isinstance(dataset, MapDataset):
+            dataset = MapToIterDataset(dataset)
+        if not isinstance(dataset, IterDataset):
+            raise ArgumentTypeError(
+                "map_func of interleave must return a mpidist.Dataset, not "
+                f"{validation.shown(made)}"
+            )
+        return dataset.rebatch(self._workers) if self._workers > 1 else dataset
+
+    def _example_dataset(self) -> IterDataset:
+        """Return the dataset of the first element; calls the function only once."""
+        if self._first is None:
+            self._first = self._make(self._parent.example())
+        return self._first
+
+    def example(self) -> Any:
+        return self._example_dataset().example()

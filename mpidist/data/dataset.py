@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from mpidist.data import iter_transformations
+from mpidist.data import batching, combining
 from mpidist.data.elements import as_element, stack
 from mpidist.data.hdf5.names import check_names, list_files
 from mpidist.data.hdf5.rows import Hdf5Rows
@@ -523,7 +523,7 @@ class Dataset(metaclass=_DatasetType):
         """
         check_name(name)
         function = validation.function("predicate", predicate)
-        return self._append_iter(iter_transformations.Filter, function)
+        return self._append_iter(batching.Filter, function)
 
     def interleave(
         self,
@@ -574,7 +574,7 @@ class Dataset(metaclass=_DatasetType):
         if deterministic is not None:
             validation.switch("deterministic", deterministic)
         return self._append_iter(
-            iter_transformations.Interleave,
+            combining.Interleave,
             function,
             cycle or _CYCLE_LENGTH,
             block or 1,

@@ -1,6 +1,6 @@
 """Iterable datasets, whose elements can only be read in order: base and sources.
 
-The transformations are in `iter_transformations`. Nothing here communicates.
+Each transformation stands beside that of map-style datasets. Nothing communicates.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class IterTransformation(IterDataset):
 
     def describe(self) -> str:
         arguments = [v for k, v in vars(self).items() if k != "_parent"]
-        name = type(self).__name__.lower()
+        name = type(self).__name__.removeprefix("Iter").lower()
         return f"{self._parent.describe()}.{name}({', '.join(map(str, arguments))})"
 
     def describe_source(self) -> str:

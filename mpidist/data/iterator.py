@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
-from mpidist.data import batching, caching, combining, iter_transformations, ordering
+from mpidist.data import batching, caching, combining, ordering
 from mpidist.data.iter_dataset import IterDataset, MapToIterDataset
 from mpidist.data.iterator_state import EpochCounter, Origin, make_state, read_state
 from mpidist.data.map_dataset import Epoch, MapDataset
@@ -226,13 +226,13 @@ _MAP_TRANSFORMATIONS = TransformationClasses(
     caching.Cache,
 )
 _ITER_TRANSFORMATIONS = TransformationClasses(
-    iter_transformations.Map,
-    iter_transformations.Batch,
-    iter_transformations.Shuffle,
-    iter_transformations.Repeat,
-    iter_transformations.Window,
-    iter_transformations.Shard,
-    iter_transformations.Enumerate,
+    batching.IterMap,
+    batching.IterBatch,
+    ordering.IterShuffle,
+    ordering.IterRepeat,
+    ordering.IterWindow,
+    ordering.IterShard,
+    combining.IterEnumerate,
     caching.IterCache,
 )
 
@@ -248,7 +248,7 @@ def transformations_for(pipeline: MapDataset | IterDataset) -> TransformationCla
 
 def is_sharded(steps: MapDataset | IterDataset) -> bool:
     """Return whether one of the transformations is a shard."""
-    flags = [isinstance(steps, ordering.Shard | iter_transformations.Shard)]
+    flags = [isinstance(steps, ordering.Shard | ordering.IterShard)]
 
     def look(parent: Any) -> Any:
         flags.append(is_sharded(parent))
@@ -308,9 +308,7 @@ def concatenate(
     """Return a dataset of the elements of `first`, then those of `second`."""
     if isinstance(first, MapDataset) and isinstance(second, MapDataset):
         return ordering.Concatenate(first, second)
-    return iter_transformations.Concatenate(
-        to_iter_dataset(first), to_iter_dataset(second)
-    )
+    return ordering.IterConcatenate(to_iter_dataset(first), to_iter_dataset(second))
 
 
 def zip_together(
@@ -320,10 +318,10 @@ def zip_together(
     map_datasets = [c for c in components if isinstance(c, MapDataset)]
     if len(map_datasets) == len(components):
         return combining.Zip(map_datasets, spec)
-    return iter_transformations.Zip(list(map(to_iter_dataset, components)), spec)
+    return combining.IterZip(list(map(to_iter_dataset, components)), spec)
 
 
 def unbatch(pipeline: MapDataset | IterDataset) -> MapDataset | IterDataset:
     """Return a dataset of the rows of the elements."""
     rows = pipeline.unbatched() if isinstance(pipeline, MapDataset) else None
-    return rows or iter_transformations.Unbatch(to_iter_dataset(pipeline))
+    return rows or batching.Unbatch(to_iter_dataset(pipeline))

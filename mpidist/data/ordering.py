@@ -8,24 +8,34 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from mpidist.data import sharding
-from mpidist.data.elements import concatenate, merge
+from mpidist.data.elements import as_element, concatenate, merge
+from mpidist.data.iter_dataset import (
+    IterDataset,
+    IterTransformation,
+)
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.sharding import BatchShare
 from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
 from mpidist.data.sources import Positions, RowSource
-from mpidist.data.spec import require_like
-from mpidist.errors import ArgumentError
+from mpidist.data.spec import require_like, spec_of
+from mpidist.errors import ArgumentError, DataError
 from mpidist.util import nest
 
 __all__ = [
     "Concatenate",
     "FullBatches",
+    "IterConcatenate",
+    "IterRepeat",
+    "IterShard",
+    "IterShuffle",
+    "IterWindow",
     "Repeat",
     "Shard",
     "Shuffle",
@@ -430,3 +440,154 @@ def _interleave(parts: list[Any], origins: Any) -> Any:
     # The inverse of the stable sort that would group the rows by part
     back = np.argsort(np.argsort(origins, kind="stable"))
     return nest.map_leaves(lambda a: a[back], concatenate(parts))
+
+
+class IterShuffle(IterTransformation):
+    """All elements, each drawn at random from a buffer of the next ones."""
+
+    def __init__(
+        self,
+        parent: IterDataset,
+        buffer_size: int | None,
+        seed: int | None,
+        reshuffle: bool,
+        window_chunks: int | None = None,
+    ):
+        super().__init__(parent)
+        if buffer_size is None:
+            raise ArgumentError(
+                "shuffle of a generator's dataset needs a buffer_size: its elements "
+                "can only be read in order"
+            )
+        self._buffer_size = buffer_size
+        self._seed = seed
+        self._reshuffle = reshuffle
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self._seed is None or self._parent.needs_entropy
+
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        seed = epoch.entropy if self._seed is None else self._seed
+        number = epoch.number if self._reshuffle else 0
+        # Numbered by epoch: the same epoch gives the same order after a restart.
+        random = np.random.default_rng([sharding.to_word(seed), number])
+        elements = self._parent.iterate(epoch)
+        buffer = list(itertools.islice(elements, self._buffer_size))
+        # Draw from a full buffer, and put the next element in its place
+        for element in elements:
+            i = int(random.integers(len(buffer)))
+            drawn, buffer[i] = buffer[i], element
+            yield drawn
+        # Draw from the rest; swapping with the last element makes removal O(1)
+        while buffer:
+            i = int(random.integers(len(buffer)))
+            buffer[i], buffer[-1] = buffer[-1], buffer[i]
+            yield buffer.pop()
+
+
+class IterWindow(IterTransformation):
+    """A run of elements: take and skip."""
+
+    def __init__(self, parent: IterDataset, start: int, count: int | None):
+        super().__init__(parent)
+        self._start = start
+        self._count = count
+
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        stop = None if self._count is None else self._start + self._count
+        return itertools.islice(self._parent.iterate(epoch), self._start, stop)
+
+
+class IterShard(IterTransformation):
+    """Every n-th element."""
+
+    def __init__(self, parent: IterDataset, num_shards: int, index: int):
+        super().__init__(parent)
+        self._num_shards = num_shards
+        self._index = index
+
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        elements = self._parent.iterate(epoch)
+        return itertools.islice(elements, self._index, None, self._num_shards)
+
+
+class IterRepeat(IterTransformation):
+    """The elements repeated, perhaps endlessly; each repetition is an epoch."""
+
+    def __init__(self, parent: IterDataset, count: int | None):
+        super().__init__(parent)
+        self._count = count
+
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        repetitions = itertools.count() if self._count is None else range(self._count)
+        for repetition in repetitions:
+            is_empty = True
+            for element in self._parent.iterate(
+                epoch_of_repetition(epoch, self._count, repetition)
+            ):
+                is_empty = False
+                yield element
+            if is_empty and self._count is None:
+                return  # repeating an empty dataset endlessly would never return
+
+
+class IterConcatenate(IterDataset):
+    """The elements of one dataset, then those of another."""
+
+    def __init__(self, first: IterDataset, second: IterDataset):
+        self._first = first
+        self._second = second
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._first.batch_size
+
+    @property
+    def is_batched(self) -> bool:
+        return self._first.is_batched
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self._first.needs_entropy or self._second.needs_entropy
+
+    @property
+    def file_count(self) -> int:
+        return min(self._first.file_count, self._second.file_count)
+
+    def describe(self) -> str:
+        return f"{self._first.describe()}.concatenate({self._second.describe()})"
+
+    def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
+        return IterConcatenate(change(self._first), change(self._second))
+
+    def describe_source(self) -> str:
+        return f"{self._first.describe_source()}, {self._second.describe_source()}"
+
+    def rebatch(self, workers: int) -> IterDataset:
+        return IterConcatenate(
+            self._first.rebatch(workers), self._second.rebatch(workers)
+        )
+
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        spec = None
+        first, second = self._first.iterate(epoch), self._second.iterate(epoch)
+        # The first element of each shows the spec; the rest is passed on unchecked.
+        for element in itertools.islice(first, 1):
+            spec = self._spec_of(element)
+            yield element
+        yield from first
+        for element in itertools.islice(second, 1):
+            if spec is not None:
+                require_like(spec, self._spec_of(element))
+            yield element
+        yield from second
+
+    def _spec_of(self, element: Any) -> Any:
+        return spec_of(as_element(element), self.is_batched)
+
+    def example(self) -> Any:
+        try:
+            return self._first.example()
+        except DataError:
+            return self._second.example()

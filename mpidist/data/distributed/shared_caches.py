@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidist.comm.consensus.signatures import CallSignature
-from mpidist.data import combining, iter_transformations
+from mpidist.data import combining
 from mpidist.data.caching import (
     Cache,
     CacheBase,
@@ -72,7 +72,7 @@ def _require_known_order(steps: Any) -> None:
             )
         return cache
 
-    if isinstance(steps, combining.Zip | iter_transformations.Zip):
+    if isinstance(steps, combining.Zip | combining.IterZip):
         for part in steps.later_components:
             replace_caches(part, check)
 
