@@ -137,7 +137,7 @@ def is_in(name, rooms):
     return any(name == room or name.startswith(f"{room}.") for room in rooms)
 
 
-@pytest.mark.parametrize("framework", ["jax"])
+@pytest.mark.parametrize("framework", ["jax", "torch"])
 def test_mpidist_imports_no_framework(framework):
     importers = [name for name in IMPORTS if not is_in(name, [framework])]
     assert not {n for n in importers if any(is_in(i, [framework]) for i in IMPORTS[n])}
@@ -158,6 +158,12 @@ def test_imports_go_up_only(name):
         inner, other_inner = rest.partition(".")[0], other_rest.partition(".")[0]
         if other == room and inner in inside and other_inner in inside:
             assert inside.index(other_inner) <= inside.index(inner), imported
+
+
+def test_the_manual_lists_the_rooms_in_this_order():
+    table = (ROOT.parent / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| (`[^|]*`) \|", table, flags=re.MULTILINE)
+    assert [room for row in rows for room in re.findall(r"`(\w+)`", row)] == ROOMS
 
 
 def test_no_modules_import_each_other_in_a_circle():
