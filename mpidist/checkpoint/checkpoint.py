@@ -11,7 +11,7 @@ from typing import Any
 from mpidist._version import __version__
 from mpidist.checkpoint.directory import SUFFIX, Known, index_path
 from mpidist.checkpoint.restore import LoadStatus, restore
-from mpidist.checkpoint.save import Saver
+from mpidist.checkpoint.save import Plan, Saver
 from mpidist.checkpoint.state import (
     Attributes,
     Tracked,
@@ -265,9 +265,8 @@ class Checkpoint(Tracked):
         file_prefix: str | os.PathLike[str],
         *,
         is_background: bool = False,
-        preserved: tuple[int, float] | None = None,
         known: Known | None = None,
-        after: Callable[[], None] | None = None,
+        plan: Plan | None = None,
     ) -> str:
         """Implement `write` for other public calls; see `Saver.save`."""
         # Replica functions may run at different times on each rank, so their saves
@@ -293,9 +292,8 @@ class Checkpoint(Tracked):
                     "saved": now.isoformat(timespec="seconds"),
                     "mpidist": __version__,
                 },
-                preserved=preserved,
                 known=known,
-                after=after,
+                plan=plan,
             )
         return str(index)
 

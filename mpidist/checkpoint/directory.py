@@ -89,6 +89,7 @@ class Saved(NamedTuple):
     path: Path
     modified: float  # seconds since 1970
     preserved: tuple[int, float] | None = None  # see `Header`
+    job: str = ""  # that saved it
 
 
 def index_path(path: str | os.PathLike[str], argument: str) -> Path:
@@ -178,13 +179,30 @@ def find(
     return sorted(found)
 
 
+# By path: the file's identity and times, and what its header says. A checkpoint is
+# replaced by a new file, and never changed.
+_inspected: dict[Path, tuple[tuple[int, ...], Saved]] = {}
+_MOST_INSPECTED = 10_000
+
+
 def _inspect(path: Path, number: int) -> Saved:
-    header = read_header(path)
+    """Return a checkpoint; its header is read again only if the file is another."""
     try:
-        modified = path.stat().st_mtime
+        status = path.stat()
     except FileNotFoundError as error:
         raise MissingError(f"{path}: there is no such file") from error
-    return Saved(header.serial, number, path, modified, header.preserved)
+    times = status.st_mtime_ns, status.st_ctime_ns
+    identity = status.st_dev, status.st_ino, status.st_size, *times
+    known = _inspected.get(path)
+    if known is not None and known[0] == identity:
+        return known[1]
+    header = read_header(path)
+    modified, job = status.st_mtime, header.job
+    saved = Saved(header.serial, number, path, modified, header.preserved, job)
+    if len(_inspected) >= _MOST_INSPECTED:
+        _inspected.clear()
+    _inspected[path] = identity, saved
+    return saved
 
 
 def find_undamaged(
@@ -234,8 +252,10 @@ def name_of(index: Path) -> str:
     return name if name and number.isdecimal() else index.stem
 
 
-def next_serial(index: Path, owner: int, known: Known | None = None) -> int:
-    """Return the serial of the next checkpoint of this name and directory.
+def next_serial(
+    index: Path, owner: int, known: Known | None = None
+) -> tuple[int, list[Saved]]:
+    """Return the serial of the next checkpoint, and those of its name that there are.
 
     Args:
       index: the checkpoint to be saved.
@@ -249,24 +269,22 @@ def next_serial(index: Path, owner: int, known: Known | None = None) -> int:
     name = name_of(index)
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
-        newest: Path | None = None
+        found, newest = [], None
         if name != index.stem:
             found = find(index.parent, name)
-            newest = found[-1].path if found else None
         elif index.exists():
             newest = index
-        try:
-            header = read_header(newest) if newest is not None else None
-        except CheckpointError:  # damaged, or just removed
-            header = None
-        serial = 0 if header is None else header.serial
-        job = "" if header is None else header.job
+            with contextlib.suppress(CheckpointError, OSError):  # damaged, or removed
+                found = [_inspect(index, 0)]
+        serial, job = 0, ""
+        if found:
+            newest, serial, job = found[-1].path, found[-1].serial, found[-1].job
         # What the other job has saved until it ended counts as well
         if newest is None or not _wait_for_lock(index, newest, job, deadline):
             break
     if newest is not None:
         _require_newest(index, newest, serial, job, owner, known)
-    return serial + 1 if name != index.stem else 1
+    return (serial + 1, found) if name != index.stem else (1, found)
 
 
 def remove_checkpoint(index: Path) -> None:

@@ -14,7 +14,7 @@ from mpidist.checkpoint import directory as directories
 from mpidist.checkpoint.checkpoint import Checkpoint
 from mpidist.checkpoint.directory import Known, Saved
 from mpidist.checkpoint.format import DamagedError, read_header, unwritable
-from mpidist.checkpoint.save import Saving, require_visible
+from mpidist.checkpoint.save import Planned, Saving, require_visible
 from mpidist.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from mpidist.strategy.variables import Variable
 from mpidist.util import logs, validation
@@ -260,20 +260,14 @@ class CheckpointManager:
         # The same on all ranks: the counter is saved, and compared.
         if number is None:
             number = self._checkpoint.save_counter + 1
-        # Without reading them: damaged ones are removed like the others
-        self._list(call, lambda: (directories.find(self._directory, self._name), 0))
-        # Decided before the save and carried out after it: a failed save removes
-        # nothing.
-        preserved, outdated = self._plan_removal(number)
         path = self._checkpoint.save_as(
             call,
             self._directory / self._name,
             number=number,
             is_background=self._is_background,
-            preserved=preserved,
             known=self._known
             and self._known._replace(path=self._checkpoint.saver.restored),
-            after=functools.partial(self._end_save, outdated),
+            plan=functools.partial(self._plan_removal, number),
         )
         # Only now: a failed save does not count as one.
         self._last_step, self._known = step, None
@@ -392,23 +386,18 @@ class CheckpointManager:
             self._warned.add(str(error))
             directories.warn_skipped(error)
 
-    def _list(
-        self, call: str, find: Callable[[], tuple[list[Saved], int]] | None = None
-    ) -> int:
-        """List the checkpoints again; return the latest serial. Collective.
-
-        Args:
-          call: the public call, for messages.
-          find: lists them, on rank 0; by default up to the last undamaged one.
-        """
+    def _list(self, call: str) -> int:
+        """List the checkpoints again; return the latest serial. Collective."""
         # Rank 0 lists the directory: others may see it later, or differently.
-        found = self._consensus.root_only(call, find or self._find_undamaged)
-        self._found, serial = found
+        self._found, serial = self._consensus.root_only(call, self._find_undamaged)
+        self._note_preserved()
+        return serial
+
+    def _note_preserved(self) -> None:
         # What another job preserved counts as well.
         record = _last_preserved(self._found)
         if record is not None and record[0] > self._preserved[0]:
             self._preserved = record
-        return serial
 
     def _is_preserved(self, saved: Saved) -> bool:
         """Return whether a checkpoint is preserved for its hours."""
@@ -417,8 +406,11 @@ class CheckpointManager:
     def _is_nth(self, saved: Saved) -> bool:
         return self._keep_every is not None and saved.number % self._keep_every == 0
 
-    def _plan_removal(self, number: int) -> tuple[tuple[int, float], list[Saved]]:
-        """Return which checkpoint is preserved last, and which to remove, after a save.
+    def _plan_removal(self, number: int, found: list[Saved]) -> Planned:
+        """Plan what is preserved and removed after a save; see `Saver.save`. On rank 0.
+
+        Nothing is removed yet: a failed save removes nothing. Damaged checkpoints are
+        removed like the others.
 
         The header of the new checkpoint records which one was preserved last, so the
         next manager continues from there. It is identified by its serial, since copying
@@ -426,11 +418,14 @@ class CheckpointManager:
 
         Args:
           number: of the next checkpoint, which may replace one.
+          found: the checkpoints that there are.
         """
+        self._found = found
+        self._note_preserved()
         serial, seconds = self._preserved
         outdated: list[Saved] = []
         if self._max_to_keep is None:
-            return self._preserved, outdated
+            return self._preserved, functools.partial(self._end_save, outdated)
         # A checkpoint of the same number is replaced, and is not one of those to keep.
         others = [saved for saved in self._found if saved.number != number]
         for saved in others[: max(0, len(others) + 1 - self._max_to_keep)]:
@@ -442,7 +437,7 @@ class CheckpointManager:
                 serial, seconds = saved.serial, saved.modified
             else:
                 outdated.append(saved)
-        return (serial, seconds), outdated
+        return (serial, seconds), functools.partial(self._end_save, outdated)
 
     @property
     def longest_save_seconds(self) -> float:

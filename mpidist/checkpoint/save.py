@@ -41,6 +41,9 @@ from mpidist.util.mounts import lateness
 __all__ = ["Saver", "Saving", "finish_all", "finish_lost", "require_visible"]
 
 
+# Which checkpoint is preserved last, and what is called after a save
+Planned = tuple[tuple[int, float] | None, Callable[[], None] | None]
+Plan = Callable[[list[directories.Saved]], Planned]
 _WAIT = "waiting for a checkpoint"
 _POLL_SECONDS = 0.02
 # How long a network file system may take to show one node's file to another
@@ -82,9 +85,8 @@ class Saver:
         shard_bytes: int,
         is_background: bool,
         attributes: dict[str, Any],
-        preserved: tuple[int, float] | None = None,
         known: directories.Known | None = None,
-        after: Callable[[], None] | None = None,
+        plan: Plan | None = None,
     ) -> None:
         """Save objects as a checkpoint. Collective.
 
@@ -95,9 +97,10 @@ class Saver:
           shard_bytes: the least size of a shard.
           is_background: whether to return once the arrays were copied.
           attributes: of the file, for humans.
-          preserved: see `Header`.
           known: see `directory.next_serial`.
-          after: called by rank 0 when the checkpoint is complete, perhaps in a thread.
+          plan: called by rank 0 with the checkpoints of this name before the save;
+            returns which one is preserved last (see `Header`), and what rank 0 calls
+            when the checkpoint is complete, perhaps in a thread.
 
         Raises, on all ranks:
           CheckpointError: a file cannot be written, of this checkpoint or of the
@@ -106,15 +109,19 @@ class Saver:
         """
         extended = self._extended
         extended.topology.require_open()
-        extended.consensus.require_same(
-            CallSignature(operation, (("path", str(index)),))
-        )
-        # Collective, so ranks agree to wait before they agree on the new save.
         self.wait()
         mine = id(self), time.monotonic()
+        planned: Planned = None, None
+
+        def begin() -> tuple[str, int]:
+            nonlocal planned
+            token, serial, found = _begin(index, id(self), known)
+            planned = planned if plan is None else plan(found)
+            return token, serial
+
         # The token is random, so shards of two saves never have one name.
         token, serial = extended.consensus.root_only(
-            operation, lambda: _begin(index, id(self), known)
+            operation, begin, agreed=(("path", str(index)),)
         )
         rank, ranks = extended.replica_id, extended.num_replicas
         names = functools.partial(directories.shard_names, index, token)
@@ -130,11 +137,16 @@ class Saver:
             # those that never change in place.
             self._copies.replace(partition, rank == 0, is_needed_later=is_background)
             about = attributes | {"ranks": ranks}
-            found = index, token, serial, partition, rank, about, preserved, after
-            return Saving(*found, *mine)
+            return Saving(index, token, serial, partition, rank, about, *planned, *mine)
 
-        saving = extended.run_collectively(CallSignature(operation), prepare)
-        self._require_shared(operation, saving)
+        saving = extended.consensus.guard(operation, prepare)
+        try:
+            if is_background:
+                extended.consensus.require_same(CallSignature(operation))
+            self._require_shared(operation, saving)
+        except BaseException:
+            saving.abandon()
+            raise
         if is_background:
             saving.start()
             self._pending = saving
@@ -150,12 +162,13 @@ class Saver:
         with saving.until_complete():
             # All shards are complete before rank 0 writes the index, which makes them
             # count.
-            extended.run_collectively(call, saving.write_shard, yield_cpu=True)
+            if saving.partition.shard_names:  # on all ranks
+                extended.run_collectively(call, saving.write_shard, yield_cpu=True)
             saving.expect_shards()
             extended.consensus.root_only(operation, saving.write_index)
 
     def _require_shared(self, operation: str, saving: Saving) -> None:
-        """Raise, and end the save, unless all nodes see its directory. Collective.
+        """Raise unless all nodes see the directory of a save. Collective.
 
         Asked once for each directory, and only where several ranks write.
         """
@@ -171,9 +184,6 @@ class Saver:
 
         try:
             require_visible(self._extended, operation, create)
-        except BaseException:
-            saving.abandon()
-            raise
         finally:
             for probe in probes:
                 probe.discard()
@@ -275,12 +285,14 @@ def finish_lost() -> None:
                 saver.wait()
 
 
-def _begin(index: Path, owner: int, known: directories.Known | None) -> tuple[str, int]:
-    """Return a token and a serial for a save, after making its directory."""
+def _begin(
+    index: Path, owner: int, known: directories.Known | None
+) -> tuple[str, int, list[directories.Saved]]:
+    """Make the directory of a save; return a token, and see `next_serial`."""
     directories.removal.wait()  # space of earlier checkpoints may be needed
     with unwritable(index):
         directories.make_directory(index.parent)
-        return secrets.token_hex(4), directories.next_serial(index, owner, known)
+        return secrets.token_hex(4), *directories.next_serial(index, owner, known)
 
 
 @dataclasses.dataclass

@@ -401,17 +401,16 @@ def gather_state(
       What `tree_of` raises on any rank.
     """
     consensus = strategy.extended.consensus
-    # In the scope, as get_state of a user may read variables.
-    with strategy.scope():
-        tree = consensus.run_in_scope(
-            operation, lambda: tree_of(dict(objects), (), strategy)
-        )
     # A single rank needs no comparison, so it computes no checksums.
     compares = strategy.extended.num_replicas > 1
-    lines = consensus.guard(operation, lambda: _describe(tree, compares))
-    # Differences between ranks are an error here: a checkpoint restores one value on
-    # all.
-    consensus.require_same(CallSignature(operation, tuple(lines)))
+    # In the scope, as get_state of a user may read variables. Differences between ranks
+    # are an error: a checkpoint restores one value on all.
+    with strategy.scope():
+        tree = consensus.run_in_scope(
+            operation,
+            lambda: tree_of(dict(objects), (), strategy),
+            describe=lambda t: CallSignature(operation, tuple(_describe(t, compares))),
+        )
     own = {p: n for p, n in nodes_below(tree) if isinstance(n, PerRankState)}
     if not own:
         # The usual case: no rank has a state of its own.

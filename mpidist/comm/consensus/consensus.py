@@ -373,21 +373,30 @@ class Consensus:
         """Raise on all ranks if any rank has an error. Collective."""
         self.require_same(CallSignature(operation), error, timeout)
 
-    def run_in_scope(self, operation: str, fn: Callable[..., T], *args: Any) -> T:
+    def run_in_scope(
+        self,
+        operation: str,
+        fn: Callable[..., T],
+        *args: Any,
+        describe: Callable[[T], CallSignature] | None = None,
+    ) -> T:
         """Return `fn(*args)`, which all ranks call, and may communicate. Collective.
 
         An error that `fn` raises on one rank is raised on all ranks, including those
-        that wait in a collective inside `fn`.
+        that wait in a collective inside `fn`. With `describe`, what it returns for the
+        result must be equal on all ranks.
         """
         self.enter_scope()
         error: BaseException | None = None
+        call = None
         try:
             result = fn(*args)
+            call = None if describe is None else describe(result)
         except BaseException as caught:
             fold(caught)  # other ranks show its traceback
             error = caught
         try:
-            self.leave_scope(operation, error)
+            self.leave_scope(operation, error, call=call)
         except BaseException as raised:
             diagnostics.forget_locals(raised)
             raise
@@ -406,10 +415,11 @@ class Consensus:
         operation: str,
         error: BaseException | None,
         timeout: float | None = None,
+        call: CallSignature | None = None,
     ) -> None:
         """Leave a collective scope with this rank's error, if any. Collective.
 
-        `timeout`: see `require_same`.
+        `timeout`: see `require_same`; `call`: what else must be equal on all ranks.
 
         A BaseException that is not an Exception, such as KeyboardInterrupt, is raised
         on this rank only. Unless all ranks leave by one, their next collective raises
@@ -428,6 +438,8 @@ class Consensus:
             raise error or reason
         if error is not None or timeout is not None:
             self.sync_errors(operation, error, timeout)
+        elif call is not None:
+            self.require_same(call)
         elif self.size > 1:
             with self.lock:
                 self.compare(*bare_signature(operation))
@@ -466,8 +478,20 @@ class Consensus:
         self.require_same(CallSignature(operation, (("step", "finishing"),)))
         return result
 
-    def root_only(self, operation: str, fn: Callable[[], T], root: int = 0) -> T:
+    def root_only(
+        self,
+        operation: str,
+        fn: Callable[[], T],
+        root: int = 0,
+        agreed: Sequence[tuple[str, Any]] = (),
+    ) -> T:
         """Return the result of `fn()`, called on rank `root` only. Collective.
+
+        Args:
+          operation: the public call, for messages.
+          fn: returns an object that can be pickled.
+          root: the same on all ranks.
+          agreed: names and values that must be equal on all ranks, too.
 
         Raises, on all ranks, what `fn` raises.
         """
@@ -478,7 +502,8 @@ class Consensus:
             except Exception as caught:
                 error = caught
         with self.lock:
-            self.require_same(CallSignature(operation, (("root", root),)), error)
+            call = CallSignature(operation, (("root", root), *agreed))
+            self.require_same(call, error)
             if self.size > 1:
                 given = self.comm, payload, root
                 payload = messages.broadcast(*given, self.wait, operation)
