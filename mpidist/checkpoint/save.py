@@ -140,9 +140,14 @@ class Saver:
             return Saving(index, token, serial, partition, rank, about, *planned, *mine)
 
         saving = extended.consensus.guard(operation, prepare)
+        self._write(operation, saving, is_background)
+
+    def _write(self, operation: str, saving: Saving, is_background: bool) -> None:
+        """Write a checkpoint; return when it is complete, or has begun. Collective."""
+        extended, call = self._extended, CallSignature(operation)
         try:
             if is_background:
-                extended.consensus.require_same(CallSignature(operation))
+                extended.consensus.require_same(call)
             self._require_shared(operation, saving)
         except BaseException:
             saving.abandon()
@@ -153,12 +158,7 @@ class Saver:
             Saver.busy.append(self)
             # Closing the strategy first waits for its save.
             extended.closing.append(self.wait)
-        else:
-            self._write(operation, saving)
-
-    def _write(self, operation: str, saving: Saving) -> None:
-        """Write a checkpoint; return when it is complete. Collective."""
-        extended, call = self._extended, CallSignature(operation)
+            return
         with saving.until_complete():
             # All shards are complete before rank 0 writes the index, which makes them
             # count.

@@ -15,11 +15,12 @@ import numpy.typing as npt
 
 from mpidist.data import batching, combining
 from mpidist.data.elements import as_element, stack
-from mpidist.data.hdf5.names import check_names, list_files
+from mpidist.data.hdf5.files import check_names, list_files
 from mpidist.data.hdf5.rows import Hdf5Rows
 from mpidist.data.iter_dataset import UNKNOWN_CARDINALITY, GeneratorDataset, IterDataset
 from mpidist.data.iterator import (
     DatasetIterator,
+    EpochCounter,
     concatenate,
     is_sharded,
     to_iter_dataset,
@@ -28,7 +29,6 @@ from mpidist.data.iterator import (
     warn_undistributed,
     zip_together,
 )
-from mpidist.data.iterator_state import EpochCounter
 from mpidist.data.map_dataset import INFINITE_CARDINALITY, MapDataset, SourceMapDataset
 from mpidist.data.sources import ArrayRows, RangeRows
 from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NoReturn, TypeVar
 
+import numpy as np
 from mpi4py import MPI
 
-from mpidist.comm.consensus import diagnostics, messages
+from mpidist.comm.consensus import diagnostics
 from mpidist.comm.consensus.barrier import NodeBarrier
 from mpidist.comm.consensus.comparison import (
     FAILED,
@@ -55,6 +57,7 @@ from mpidist.util.forks import FORKED, call_in_child
 from mpidist.util.tracebacks import fold
 
 __all__ = ["FINALIZED", "Consensus"]
+
 
 FINALIZED = "the strategy was finalized and cannot be used any more"
 T = TypeVar("T")
@@ -506,7 +509,7 @@ class Consensus:
             self.require_same(call, error)
             if self.size > 1:
                 given = self.comm, payload, root
-                payload = messages.broadcast(*given, self.wait, operation)
+                payload = _broadcast(*given, self.wait, operation)
         return pickle.loads(payload)  # type: ignore[no-any-return]
 
     def gather(self, operation: str, value: T) -> list[T]:
@@ -516,7 +519,7 @@ class Consensus:
             self.require_same(CallSignature(operation))
             if self.size == 1:
                 return [value]
-            everyone = messages.all_gather(self.comm, payload, self.wait, operation)
+            everyone = _all_gather(self.comm, payload, self.wait, operation)
         return [pickle.loads(data) for data in everyone]
 
     def wait(self, request: Requests, deadline: float | None, operation: str) -> None:
@@ -563,7 +566,7 @@ class Consensus:
         others = self.lock.others()
         record = diagnostics.report_of(proposal, counts, self.rank, depth, others)
         given = self.comm, pickle.dumps(record), self.wait, proposal.call.operation
-        records = list(map(pickle.loads, messages.all_gather(*given)))
+        records = list(map(pickle.loads, _all_gather(*given)))
         self.by_threads = ()
         if any(r.thread != records[0].thread for r in records):
             first = diagnostics.first_thread(records)
@@ -590,3 +593,33 @@ def _disown() -> None:
 
 
 call_in_child(_disown)
+
+
+# `Consensus.wait`
+Wait = Callable[[MPI.Request, None, str], None]
+
+
+def _broadcast(
+    comm: MPI.Intracomm, data: bytes, root: int, wait: Wait, operation: str
+) -> Any:
+    """Return the bytes of rank `root`, as an array, for an operation. Collective."""
+    size, received = np.array([len(data)]), np.frombuffer(data, np.uint8)
+    wait(comm.Ibcast(size, root), None, operation)
+    if comm.Get_rank() != root:
+        received = np.empty(size[0], np.uint8)
+    wait(comm.Ibcast([received, MPI.BYTE], root), None, operation)
+    return received
+
+
+def _all_gather(
+    comm: MPI.Intracomm, data: bytes, wait: Wait, operation: str
+) -> list[Any]:
+    """Return the bytes of all ranks, as arrays, for an operation. Collective."""
+    sizes = np.empty(comm.Get_size(), np.int64)
+    wait(comm.Iallgather(np.array([len(data)]), sizes), None, operation)
+    edges = list(itertools.accumulate(sizes.tolist(), initial=0))
+    received = np.empty(edges[-1], np.uint8)
+    spec = [received, sizes.tolist(), MPI.BYTE]
+    wait(comm.Iallgatherv([data, MPI.BYTE], spec), None, operation)
+    # Not np.split, which calls several functions for each rank
+    return [received[start:end] for start, end in itertools.pairwise(edges)]

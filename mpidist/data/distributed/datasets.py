@@ -28,7 +28,7 @@ from mpidist.data.distributed.iterator import DistributedIterator
 from mpidist.data.distributed.reader import ReadPlan, count_steps, divide, is_global
 from mpidist.data.distributed.shared_caches import require_shareable, share
 from mpidist.data.iter_dataset import IterDataset
-from mpidist.data.iterator_state import EpochCounter, Origin
+from mpidist.data.iterator import EpochCounter, Origin
 from mpidist.data.map_dataset import Epoch, MapDataset
 from mpidist.data.sharding import BatchShare, even_sizes
 from mpidist.data.sources import IndexedSource

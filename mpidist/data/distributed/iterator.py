@@ -16,7 +16,7 @@ from mpidist.data.distributed import prefetch
 from mpidist.data.distributed.prefetch import Prefetcher
 from mpidist.data.distributed.reader import LocalBatch, ReadPlan
 from mpidist.data.distributed.shared_caches import reorder
-from mpidist.data.iterator_state import EpochCounter, make_state, read_state
+from mpidist.data.iterator import EpochCounter, make_state, read_state
 from mpidist.data.map_dataset import Epoch
 from mpidist.data.optional import Optional
 from mpidist.data.spec import spec_of

@@ -16,7 +16,7 @@ import numpy as np
 from mpidist.data.distributed.shared_caches import has_caches
 from mpidist.data.elements import as_element, dtype_text, one_dtype, plain_array
 from mpidist.data.iter_dataset import UNKNOWN_CARDINALITY, IterDataset, count_rows
-from mpidist.data.iterator_state import Origin
+from mpidist.data.iterator import Origin
 from mpidist.data.map_dataset import (
     INFINITE_CARDINALITY,
     Epoch,

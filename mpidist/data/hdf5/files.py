@@ -7,11 +7,12 @@ that is truncated meanwhile would kill the process by SIGBUS; a read returns an 
 from __future__ import annotations
 
 import contextlib
+import glob
 import itertools
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,20 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist.data.hdf5.index import FileState, state_of
-from mpidist.errors import DataError
+from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
+from mpidist.util import validation
 from mpidist.util.buffers import Buffers
 from mpidist.util.files import open_regular
 from mpidist.util.mounts import is_local, lateness
 
-__all__ = ["Map", "RawFile", "pieces_of", "wait_until_seen"]
+__all__ = [
+    "Map",
+    "RawFile",
+    "check_names",
+    "list_files",
+    "pieces_of",
+    "wait_until_seen",
+]
 
 
 Bytes = npt.NDArray[np.uint8]
@@ -263,3 +272,70 @@ def _spans_of(places: Offsets, starts: Offsets, size_bytes: int) -> tuple[Spans,
     is_in_order = edges[0] == edges[1]
     spans = np.stack([first, count])
     return spans[:, is_in_order], spans[:, ~is_in_order]
+
+
+_LONGEST = 4096  # of a name in a file, in bytes, with its groups
+
+
+def list_files(
+    files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+) -> list[Path]:
+    """Return the files of a path, a pattern or several paths."""
+    if not isinstance(files, str | bytes | os.PathLike):
+        several = _listed("files must be a path, a pattern or a list of paths", files)
+        paths = [validation.absolute("each of files", file) for file in several]
+        if not paths:
+            raise ArgumentError("files must name at least one file, not []")
+        return paths
+    pattern = validation.path("files", files)
+    if not glob.has_magic(pattern) or os.path.exists(pattern):
+        return [validation.absolute("files", pattern)]
+    matches = sorted(glob.glob(pattern))
+    if not matches:
+        raise DataError(f"no file matches {pattern!r}")
+    return [validation.absolute("files", file) for file in matches]
+
+
+def check_names(
+    datasets: str | Sequence[str] | Mapping[str, str],
+) -> str | tuple[str, ...] | dict[str, str]:
+    """Validate the names of HDF5 datasets, in the structure of the elements."""
+    if isinstance(datasets, str):
+        _require_name(datasets)
+        return datasets
+    if isinstance(datasets, Mapping):
+        names: dict[str, str] | tuple[str, ...] = dict(datasets)
+    else:
+        must = "datasets must be a name, or a list or dict of names"
+        names = tuple(_listed(must, datasets))
+    several = list(names.values()) if isinstance(names, dict) else names
+    if not several:
+        raise ArgumentError("datasets must name at least one HDF5 dataset")
+    for name in several:
+        _require_name(name)
+    return names
+
+
+def _listed(must: str, value: Any) -> list[Any]:
+    """Return the items of an iterable; sets differ in order between ranks."""
+    try:
+        if not isinstance(value, Set | Mapping | bytes):
+            return list(value)
+    except (TypeError, ArgumentError) as error:  # ArgumentError: a PerReplica
+        raise ArgumentTypeError(f"{must}, not {validation.shown(value)}") from error
+    raise ArgumentTypeError(f"{must}, not {validation.shown(value)}")
+
+
+def _require_name(name: Any) -> None:
+    if not isinstance(name, str):
+        raise ArgumentTypeError(
+            f"datasets must hold names, not {validation.shown(name)}"
+        )
+    try:
+        is_good = name != "" and len(name.encode()) < _LONGEST and "\0" not in name
+    except UnicodeEncodeError:
+        is_good = False
+    if not is_good:
+        raise ArgumentError(
+            f"datasets must hold valid HDF5 names, not {validation.shown(name)}"
+        )

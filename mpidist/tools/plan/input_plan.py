@@ -11,8 +11,8 @@ from pathlib import Path
 from mpidist.data.dataset import Dataset
 from mpidist.data.distributed.reader import count_steps
 from mpidist.data.hdf5.chunks import filter_name
+from mpidist.data.hdf5.files import list_files
 from mpidist.data.hdf5.index import DatasetIndex, choose_datasets
-from mpidist.data.hdf5.names import list_files
 from mpidist.data.hdf5.rows import Hdf5Rows
 from mpidist.data.map_dataset import SourceMapDataset
 from mpidist.options import AutoShardPolicy
