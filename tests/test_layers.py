@@ -166,6 +166,24 @@ def test_the_manual_lists_the_rooms_in_this_order():
     assert [room for row in rows for room in re.findall(r"`(\w+)`", row)] == ROOMS
 
 
+def test_the_manual_names_what_exists():
+    text = (ROOT.parent / "docs" / "architecture.md").read_text()
+    names = {
+        f"{getattr(outer, 'name', name.rpartition('.')[2])}.{node.name}"
+        for name, tree in MODULES.items()
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.Module | ast.ClassDef)
+        for node in outer.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    known = names | {name.partition(".")[2] for name in names}
+    for path in re.findall(r"`([\w/]+\.py)`", text):
+        assert (ROOT / path.removeprefix("mpidist/")).is_file(), path
+    for name in re.findall(r"`([A-Za-z_]+\.[a-z_]+|[A-Z]\w+[a-z]\w*)`", text):
+        if not name.startswith(("mpidist.", "MPI")):
+            assert name in known, name
+
+
 def test_no_modules_import_each_other_in_a_circle():
     assert tuple(graphlib.TopologicalSorter(IMPORTS).static_order())
 
