@@ -1,14 +1,18 @@
 """How many files and functions of mpidist a call runs, from the call to its return.
 
-    [mpirun -n 2] python benchmarks/count_ways.py [--verbose] [array] [row] [variable]
+    [mpirun -n 2] python benchmarks/count_ways.py [--verbose] [small] [large] ...
 
-- array: an array through `all_reduce`;
+- small, large: 8 kB and 2 MiB through `Strategy.reduce`;
+- assign: `Variable.assign_sub` in a replica function;
 - row: a batch of rows of an HDF5 file through `next`;
-- variable: a variable through `CheckpointManager.save`.
+- save: a small variable through `CheckpointManager.save`, with the number of all
+  functions called, and of exchanges between the ranks;
+- strategy: `MirroredStrategy()`.
 
 Each call is made with fresh objects and again with the same ones. Everything that runs
 in this process counts, in threads too; imports do not, as another strategy has made the
-same call before. Lambdas and generator expressions are no functions of their own.
+same call before. What runs only while a rank waits for others does not. Lambdas and
+generator expressions are no functions of their own.
 """
 
 from __future__ import annotations
@@ -29,9 +33,17 @@ import numpy as np
 from mpi4py import MPI
 
 import mpidist
+from mpidist.comm.consensus.consensus import Consensus
 
 PACKAGE = str(Path(mpidist.__file__).parent) + os.sep
 ROWS, BATCH = 4096, 64
+# These run, or not, by who comes first
+WAITING = {
+    "comm/consensus/barrier.py": {"_wait", "_let_mpi_work"},
+    "comm/consensus/comparison.py": {"late"},
+    "comm/consensus/failures.py": {"require_none"},
+    "comm/consensus/waiting.py": {"wait", "require_none", "find"},
+}
 Calls = Iterator[Callable[[], Any]]
 
 
@@ -45,9 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for call in WAYS[name](folder / "before"):
                 call()
             for when, call in zip(("first", "again"), WAYS[name](folder / "counted")):
+                before = {c: c.calls for c in Consensus.in_use}
                 found = trace(call)
+                exchanges = sum(c.calls - calls for c, calls in before.items())
                 if comm.rank == 0:
-                    report(f"{name}, {when}", found, options.verbose)
+                    title = f"{name}, {when}"
+                    report(title, found, trace.calls, exchanges, options.verbose)
         comm.Barrier()
 
 
@@ -63,12 +78,14 @@ class Trace:
 
     def __init__(self) -> None:
         self._codes: dict[CodeType, None] | None = None
+        self.calls = 0
         # A thread takes the profile function that there is when it starts
         threading.setprofile(self._note)
 
     def __call__(self, call: Callable[[], Any]) -> dict[str, list[str]]:
         """Return the functions that run during a call, by file, in order."""
         codes = self._codes = {}
+        self.calls = 0
         sys.setprofile(self._note)
         try:
             call()
@@ -77,38 +94,60 @@ class Trace:
             self._codes = None
         found: dict[str, list[str]] = collections.defaultdict(list)
         for code in codes:
-            if code.co_filename.startswith(PACKAGE):
-                functions = found[code.co_filename.removeprefix(PACKAGE)]
-                if not code.co_name.startswith("<"):
-                    functions.append(code.co_name)
+            file, name = code.co_filename.removeprefix(PACKAGE), code.co_name
+            if file != code.co_filename and name not in WAITING.get(file, ()):
+                functions = found[file]
+                if not name.startswith("<"):
+                    functions.append(name)
         return found
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and self._codes is not None:
             self._codes.setdefault(frame.f_code)
+            self.calls += frame.f_code.co_filename.startswith(PACKAGE)
 
 
-def report(title: str, found: dict[str, list[str]], is_verbose: bool) -> None:
+def report(
+    title: str,
+    found: dict[str, list[str]],
+    calls: int,
+    exchanges: int,
+    is_verbose: bool,
+) -> None:
     functions = sum(map(len, found.values()))
-    rooms = collections.Counter(os.path.dirname(file) or "." for file in found)
-    by_room = ", ".join(f"{room} {n}" for room, n in rooms.most_common())
-    print(f"{title}: {len(found)} files, {functions} functions ({by_room})")
+    print(
+        f"{title}: {len(found)} files, {functions} functions, {calls} calls, "
+        f"{exchanges} exchanges"
+    )
     for file, names in found.items() if is_verbose else ():
         print(f"  {file}: {', '.join(names)}")
 
 
-def reduce_array(folder: Path) -> Calls:
+def reduce_small(folder: Path) -> Calls:
+    return reduce_array(np.ones(1000))
+
+
+def reduce_large(folder: Path) -> Calls:
+    return reduce_array(np.ones(1 << 18))
+
+
+def reduce_array(x: Any) -> Calls:
     strategy = mpidist.MirroredStrategy()
-    x = np.ones(1000)
+    for _ in range(2):
+        yield lambda: strategy.reduce("SUM", x)
+
+
+def assign(folder: Path) -> Calls:
+    strategy = mpidist.MirroredStrategy()
     with strategy.scope():
-        for _ in range(2):
-            yield lambda: strategy.run(reduce_in_replica, (x,))
+        w = mpidist.Variable(np.zeros(10), aggregation=mpidist.VariableAggregation.SUM)
+    for _ in range(2):
+        yield lambda: strategy.run(w.assign_sub, (np.ones(10),))
 
 
-def reduce_in_replica(x: Any) -> Any:
-    context = mpidist.get_replica_context()
-    assert context is not None
-    return context.all_reduce("sum", x)
+def make_strategy(folder: Path) -> Calls:
+    for _ in range(2):
+        yield mpidist.MirroredStrategy
 
 
 def read_row(folder: Path) -> Calls:
@@ -134,7 +173,14 @@ def save_variable(folder: Path) -> Calls:
         yield manager.save
 
 
-WAYS = {"array": reduce_array, "row": read_row, "variable": save_variable}
+WAYS = {
+    "small": reduce_small,
+    "large": reduce_large,
+    "assign": assign,
+    "row": read_row,
+    "save": save_variable,
+    "strategy": make_strategy,
+}
 
 
 if __name__ == "__main__":
