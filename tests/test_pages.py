@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import json
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -26,15 +27,22 @@ FAILURES = re.findall(
 )
 
 
+# What pages import that need not be installed
+OPTIONAL = {"jax", "prometheus_client", "tensorboardX", "torch.utils.tensorboard"}
+
+
 def run_page(path, names):
     """Run the scripts of a page one after the other, but those that lack a package."""
     scripts = re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.M | re.S)
     for script in scripts:
         if "import torch" in script:  # see tests/torch
             continue
-        if "import jax" in script and importlib.util.find_spec("jax") is None:
-            continue
-        exec(compile(script, path, "exec"), names)
+        if importlib.util.find_spec("tensorboard") is None:  # of the same class
+            script = script.replace("torch.utils.tensorboard", "tensorboardX")
+        imported = re.findall(r"^(?:import|from) ([\w.]+)", script, re.M)
+        needed = [name.partition(".")[0] for name in imported if name in OPTIONAL]
+        if None not in map(importlib.util.find_spec, needed):
+            exec(compile(script, path, "exec"), names)
 
 
 @pytest.mark.parametrize("page", SCRIPTS)
@@ -52,6 +60,32 @@ def test_reading_and_writing_rows(comm, mpi_tmp_path, monkeypatch):
         written = sorted(map(tuple, file["x"][:]))
         assert file["error"].shape == (10,)
     assert written == sorted(map(tuple, names["x"]))
+
+
+def test_statistics_for_others(comm, mpi_tmp_path, monkeypatch):
+    """Read back by other means than they were written by."""
+    parser = pytest.importorskip("prometheus_client.parser")
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    monkeypatch.chdir(mpi_tmp_path)
+    names = {}
+    run_page(SCRIPTS["monitoring"], names)
+    if comm.rank:
+        return
+    text, parts = Path("job.prom").read_text(), names["found"]["parts"]
+    (family,) = parser.text_string_to_metric_families(text)
+    assert {s.labels["part"]: s.value for s in family.samples} == parts
+    (path,) = Path("runs/1").iterdir()
+    data, events = path.read_bytes(), []
+    while data:  # records of TensorFlow
+        (size,) = struct.unpack("<Q", data[:8])
+        events.append(event_pb2.Event.FromString(data[12 : 12 + size]))
+        data = data[16 + size :]
+    assert events[0].file_version == "brain.Event:2"
+    scalars = [(e.step, v.tag, v.simple_value) for e in events for v in e.summary.value]
+    assert scalars == [
+        (8, f"seconds/{part}", pytest.approx(seconds))
+        for part, seconds in parts.items()
+    ]
 
 
 def test_going_on(comm, mpi_tmp_path, monkeypatch, capsys):

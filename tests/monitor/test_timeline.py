@@ -186,6 +186,33 @@ def test_a_folder_that_cannot_be_written_hurts_nobody(comm, strategy, tmp_path):
     assert strategy.reduce("SUM", 1.0) == comm.size
 
 
+def test_files_stay_where_they_were_named(comm, strategy, tmp_path, monkeypatch):
+    """Whatever folder the program changes to afterwards."""
+    first, second = comm.bcast((tmp_path / "first", tmp_path / "second"))
+    if comm.rank == 0:
+        first.mkdir()
+        second.mkdir()
+    comm.Barrier()
+    monkeypatch.chdir(first)
+    manager = mpidist.CheckpointManager(
+        mpidist.Checkpoint(strategy=strategy, step=1), "runs", 2
+    )
+    with (
+        strategy.timeline("timeline"),
+        mpidist.Hdf5Writer(strategy, "rows.h5") as rows,
+    ):
+        comm.Barrier()
+        monkeypatch.chdir(second)
+        rows.append(np.ones(2))
+        manager.save()
+    comm.Barrier()
+    assert not [*second.iterdir()]
+    assert (first / "rows.h5").exists()
+    assert len([*(first / "timeline").iterdir()]) == 2 * comm.size
+    assert mpidist.latest_checkpoint(first / "runs")
+    comm.Barrier()
+
+
 def test_links_in_the_folder_are_not_followed(comm, strategy, folder, tmp_path):
     victim = tmp_path / "precious"
     victim.write_text("precious")
