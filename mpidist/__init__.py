@@ -202,7 +202,6 @@ Commands
     python -m mpidist doctor    checks the machine or allocation of a job
     python -m mpidist tune      finds the fastest transport for each size
     python -m mpidist report    how a job spent its time; needs no MPI
-    python -m mpidist top       the progress of a running job; needs no MPI
     python -m mpidist diff      the first collective that differed; needs no MPI
 
 Absent

@@ -40,6 +40,23 @@ def test_the_version_is_set_once():
         assert mpidist.__version__ not in (ROOT / name).read_text(), name
 
 
+def test_files_that_are_no_modules_are_packed():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    packed = {
+        f"{package.replace('.', '/')}/{name}"
+        for package, names in setup["options.package_data"].items()
+        for name in names.split()
+    }
+    top = Path(mpidist.__file__).parents[1]
+    files = {
+        str(path.relative_to(top))
+        for path in (top / "mpidist").rglob("*.*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
+    assert files == packed
+
+
 def test_a_script_beside_the_clone_finds_the_library(tmp_path):
     """There, Python sees the folder `mpidist` of the clone first."""
     (tmp_path / "mpidist").mkdir()

@@ -1,8 +1,8 @@
 """Timelines: traces of all ranks, in files of a folder.
 
 Twice a second, a thread of each rank writes the events that `util.tracing` has
-collected, and the progress of the job, for `python -m mpidist top`. If it cannot write,
-there is a RuntimeWarning, and the timeline of that rank ends; the job continues.
+collected, and the progress of the job, for `python -m mpidist report`. If it cannot
+write, there is a RuntimeWarning, and the timeline of that rank ends; the job continues.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Timeline:
         self.end()
 
     def end(self, state: str = "ended") -> None:
-        """Close the files, with this state for `top`. Not collective."""
+        """Close the files, with this state for the report. Not collective."""
         if self.has_ended:
             return
         self.has_ended = True

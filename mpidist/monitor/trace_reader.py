@@ -33,7 +33,7 @@ _STEP = {
     "one_of": Number(1, COUNT.most),
     **dict.fromkeys(("input", "communication", "waiting", "checkpoint"), SIGNED),
 }
-# Of `Timeline`'s status: what `top` and the report use of `Strategy.statistics`
+# Of `Timeline`'s status: what the report uses of `Strategy.statistics`
 _STATUS = {
     **_ABOUT,
     "rank": _RANK,

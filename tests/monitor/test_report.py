@@ -1,9 +1,11 @@
-"""The report and `top`: right numbers, and pages that can be read."""
+"""The report: right numbers, and a page that can be read."""
 
 from __future__ import annotations
 
 import gzip
+import html
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,11 +16,17 @@ import chromium
 import pytest
 
 from mpidist.errors import DataError
-from mpidist.monitor import charts
-from mpidist.monitor.page import PARTS, figure, page
-from mpidist.monitor.report import report, scaling, slowest_rank, step_parts
+from mpidist.monitor import report as module
+from mpidist.monitor.report import (
+    PARTS,
+    describe,
+    page,
+    scaling,
+    slowest_rank,
+    state,
+    step_parts,
+)
 from mpidist.monitor.timeline import status_path
-from mpidist.monitor.top import table
 from mpidist.monitor.trace_file import trace_path
 from mpidist.monitor.trace_reader import read_statuses
 
@@ -72,6 +80,48 @@ def make_slow(folder, rank=1):
         )
 
 
+SAMPLE = {
+    "subtitle": "2 ranks",
+    "rank": 0,
+    "steps": 9,
+    "mean": dict.fromkeys(PARTS, 0.001),
+    "findings": [],
+    "series": {"edges": [1, 2], "parts": {name: [0.001] for name in PARTS}},
+    "histogram": [(0.001, 0.002, 7)],
+    "scaling": {"now": 1, "ranks": [1, 2], "estimate": [1, 1.5], "ideal": [1, 2]},
+    "ranks": [{"rank": 0, "host": "a", "mark": "", "parts": dict.fromkeys(PARTS, 1)}],
+    "ranks_note": "",
+    "first_step": {"first": 2.0, "others": 1.0},
+    "operations": [],
+    "operations_note": "",
+    "clocks": "",
+}
+NODE = """
+const text = require("fs").readFileSync(0, "utf8");
+const [data, script] =
+  [...text.matchAll(/<script[^>]*>([^]*?)<\\/script>/g)].map(found => found[1]);
+const document =
+  { getElementById: () => ({ textContent: data }), querySelector: () => ({}) };
+const result = new Function("document", script + ";return " + process.argv[1]);
+console.log(JSON.stringify(result(document)));
+"""
+
+
+def evaluate(text, expression, folder):
+    """Return what a JavaScript expression is at the end of a page's script."""
+    if node := shutil.which("node"):
+        run = [node, "-e", NODE, expression]
+        done = subprocess.run(run, input=text.encode(), capture_output=True, check=True)
+        return json.loads(done.stdout)
+    if chromium.find() is None:
+        pytest.skip("neither Node.js nor Chromium is installed")
+    path = folder / "page.html"
+    result = f"document.title = JSON.stringify({expression})"
+    path.write_text(text.replace("</body>", f"<script>{result}</script></body>"))
+    out = chromium.text_of(path.as_uri(), folder)
+    return json.loads(html.unescape(re.search("<title>(.*?)</title>", out, re.S)[1]))
+
+
 class Checker(HTMLParser):
     """Sees that tags are closed in order, and counts them."""
 
@@ -79,7 +129,7 @@ class Checker(HTMLParser):
 
     def __init__(self):
         super().__init__()
-        self.open, self.count = [], {}
+        self.open, self.count, self.data = [], {}, ""
 
     def handle_starttag(self, tag, attributes):
         self.count[tag] = self.count.get(tag, 0) + 1
@@ -94,23 +144,37 @@ class Checker(HTMLParser):
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
+    def handle_data(self, data):
+        if self.open[-1:] == ["script"]:
+            self.data = self.data or data
 
-def check(page):
+
+def parse(text):
     checker = Checker()
-    checker.feed(page)
+    checker.feed(text)
     assert checker.open == []
-    assert "http" not in page
-    return checker.count
+    assert "http" not in text
+    return checker
 
 
-def test_the_page_of_a_job(folder):
-    page = report(folder)
-    count = check(page)
+def check(folder, tmp_path):
+    """Return the content of the page of a folder, and how many tags it has."""
+    data = describe(folder)
+    text = page(data)
+    whole = parse(text)
+    assert json.loads(whole.data) == json.loads(json.dumps(data))
+    assert whole.count["script"] == 2
+    content = evaluate(text, "page(data).text", tmp_path)
+    return content, parse(content).count
+
+
+def test_the_page_of_a_job(folder, tmp_path):
+    content, count = check(folder, tmp_path)
     assert count["svg"] == 3
-    assert f"<b>{STEPS}</b>" in page
-    assert "rank\u00a00" in page
-    assert "rank\u00a01" in page
-    assert "all_reduce" in page
+    assert f"<b>{STEPS}</b>" in content
+    assert "rank\u00a00" in content
+    assert "rank\u00a01" in content
+    assert "all_reduce" in content
 
 
 def test_parts_make_a_step(folder):
@@ -120,24 +184,31 @@ def test_parts_make_a_step(folder):
         assert sum(parts.values()) == pytest.approx(status["step_seconds"]["mean"])
 
 
-def test_the_slowest_rank_is_marked(folder):
+def test_the_slowest_rank_is_marked(folder, tmp_path):
     make_slow(folder)
     statuses = read_statuses(folder)
     assert slowest_rank(statuses) == 1
-    page = report(folder)
-    assert '>rank\u00a01<span class="mark">slowest</span>' in page
-    assert "takes 3.0 times as long" in page.replace("\n", " ")
-    assert "slowest" in table(statuses, statuses[0]["time"]).splitlines()[3]
+    content, _ = check(folder, tmp_path)
+    assert '>rank\u00a01<span class="mark">slowest</span>' in content
+    assert "takes 3.0 times as long" in " ".join(content.split())
+
+
+def test_a_rank_that_does_nothing_but_wait(folder):
+    make_slow(folder)
+    edit(folder, 0, parts={"compute": 0.0, "input": 0.0})
+    assert (
+        "own work takes longer than that of others" in describe(folder)["findings"][1]
+    )
 
 
 @pytest.mark.slow
-def test_names_cannot_break_the_page(folder):
-    name = '<script>alert("x")</script> & more'
+def test_names_cannot_break_the_page(folder, tmp_path):
+    name = '</script><script>alert("x")</script> & more'
     operation = {"calls": 1, "seconds": 1, "waiting_seconds": 0, "bytes": {name: 9}}
     edit(folder, 0, host=name, operations={name: operation})
-    page = report(folder)
-    assert "<script" not in page
-    check(page)
+    content, count = check(folder, tmp_path)
+    assert "script" not in count
+    assert "alert(" in content
 
 
 def test_scaling(folder):
@@ -171,7 +242,7 @@ def test_no_text_overlaps_another_in_a_browser(folder, tmp_path, width, is_dark)
     name = "a collective with a name that is a good deal longer than others"
     operation = {"calls": 10**7, "seconds": 1, "waiting_seconds": 0.3, "bytes": {}}
     edit(folder, 0, operations={name: operation}, first_step_seconds=1234.5)
-    found = chromium.look(report(folder), tmp_path, width, is_dark)
+    found = chromium.look(page(describe(folder)), tmp_path, width, is_dark)
     assert found["wrong"] == []
     assert found["texts"] > 100
     assert found["loaded"] == []
@@ -184,22 +255,27 @@ def test_no_text_overlaps_another_in_a_browser(folder, tmp_path, width, is_dark)
 def test_large_numbers_have_room(tmp_path, count):
     if chromium.find() is None:
         pytest.skip("Chromium is not installed")
-    shown = [
-        charts.histogram("steps", [(0.001, 0.002, 7), (0.002, 0.004, count)]),
-        charts.stacked("steps", [1, count // 2, count], [("input", [1e-3, 1.7])]),
-        charts.lines("ranks", [1, 4096], [("ideal", [1.0, count])], 1, "speed by now"),
-    ]
-    text = page("numbers", "", "".join(figure("one", "", chart) for chart in shown))
-    assert chromium.look(text, tmp_path, 360)["wrong"] == []
+    parts = {name: [1e-3, 1.7] for name in PARTS}
+    data = SAMPLE | {
+        "histogram": [(0.001, 0.002, 7), (0.002, 0.004, count)],
+        "series": {"edges": [1, count // 2, count], "parts": parts},
+        "scaling": {
+            "now": 1,
+            "ranks": [1, 4096],
+            "estimate": [1.0, 1.0],
+            "ideal": [1.0, count],
+        },
+    }
+    assert chromium.look(page(data), tmp_path, 360)["wrong"] == []
 
 
 @pytest.mark.slow
 def test_a_browser_sees_what_overlaps(tmp_path):
     if chromium.find() is None:
         pytest.skip("Chromium is not installed")
-    page = """<svg viewBox="0 0 100 50" width="100"><text x="5" y="20">one</text>
+    svg = """<svg viewBox="0 0 100 50" width="100"><text x="5" y="20">one</text>
     <text x="8" y="22">two</text><text x="95" y="40">three</text></svg>"""
-    found = chromium.look(f"<html><body>{page}</body></html>", tmp_path, 360)
+    found = chromium.look(f"<html><body>{svg}</body></html>", tmp_path, 360)
     assert any("overlap: one | two" in text for text in found["wrong"])
     assert any("cut off: three" in text for text in found["wrong"])
 
@@ -209,39 +285,37 @@ def command(*arguments):
     return subprocess.run(run, capture_output=True, text=True, check=False)
 
 
-def test_the_commands(folder, tmp_path):
-    page, trace = tmp_path / "page.html", tmp_path / "trace.json.gz"
-    made = command("report", folder, "-o", page, "--trace", trace)
+def test_the_command(folder, tmp_path):
+    output, trace = tmp_path / "page.html", tmp_path / "trace.json.gz"
+    made = command("report", folder, "-o", output, "--trace", trace)
     assert made.returncode == 0, made.stderr
-    assert page.read_text() == report(folder)
+    assert output.read_text() == page(describe(folder))
     assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    shown = command("top", folder, "--once")
-    assert shown.returncode == 0
-    assert f"2 ranks, ended; {STEPS} steps" in shown.stdout
-    assert shown.stdout.count("\nrank ") == 2
-    # The job has ended, so it does not wait for more
-    assert command("top", folder).returncode == 0
+    lines = made.stdout.splitlines()
+    assert lines[0] == str(output)
+    assert re.fullmatch(rf"2 ranks, [-\d]+ [\d:]+: {STEPS} steps", lines[1])
+    assert lines[2].startswith("Rank 0: step ")
 
 
-@pytest.mark.parametrize("name", ["report", "top"])
-def test_commands_without_a_timeline(tmp_path, name):
-    failed = command(name, tmp_path)
+def test_the_command_without_a_timeline(tmp_path):
+    failed = command("report", tmp_path)
     assert failed.returncode == 1
     assert "MPIDIST_TIMELINE" in failed.stderr
     assert "Traceback" not in failed.stderr
 
 
-def test_commands_need_no_mpi(folder):
+def test_the_command_needs_no_mpi(folder, tmp_path):
+    words = ["report", str(folder), "-o", str(tmp_path / "page.html")]
     code = (
         "import sys, mpidist.launch.commands as c; c.is_command = lambda: True\n"
         "sys.modules['mpi4py'] = None\n"
         "from mpidist.__main__ import main\n"
-        f"sys.exit(main(['top', {str(folder)!r}, '--once']))"
+        f"sys.exit(main({words!r}))"
     )
     script = (
         "import sys, types\n"
         "package = types.ModuleType('mpidist')\n"
-        f"package.__path__ = [{str(Path(charts.__file__).parents[1])!r}]\n"
+        f"package.__path__ = [{str(Path(module.__file__).parents[1])!r}]\n"
         "sys.modules['mpidist'] = package\n" + code
     )
     run = subprocess.run(
@@ -250,69 +324,73 @@ def test_commands_need_no_mpi(folder):
     assert run.returncode == 0, run.stderr
 
 
-def test_top_of_a_job_that_runs(folder):
+def test_a_job_that_runs(folder):
     statuses = read_statuses(folder)
     now = statuses[0]["time"]
-    for one in statuses:
-        one["state"] = "running"
-    assert "2 ranks, running;" in table(statuses, now)
-    assert "silent, perhaps killed" in table(statuses, now + 1000)
-    statuses[0]["began"] += 7200  # the clock was set back an hour or two
-    statuses[0]["seconds"] = 90.0
-    assert f"{STEPS} steps in 90 s" in table(statuses, now)
-    assert "1 not seen yet" in table(statuses[:1], now)
-    assert len(table(statuses, now, 60, 6).splitlines()) == 3
-    for line in table(statuses, now, 60).splitlines()[2:]:
-        assert len(line) <= 80
+    assert state(statuses, now) == "ended"
+    statuses[0]["state"] = "running"  # its last status is not written yet
+    assert state(statuses, now) == "running"
+    statuses[1]["state"] = "running"
+    assert state(statuses, now) == "running"
+    assert state(statuses, now + 1000) == "silent, perhaps killed"
+    assert state(statuses[:1], now) == "running, 1 not seen yet"
+    statuses[1]["time"] = now - 1000
+    assert state(statuses, now) == "running, silent: rank 1"
 
 
 @pytest.mark.slow
-def test_files_of_an_earlier_job_are_left_out(folder):
+def test_files_of_an_earlier_job_are_left_out(folder, tmp_path):
     edit(folder, 1, job="another", began=1.0)
     assert [one["rank"] for one in read_statuses(folder)] == [0]
-    check(report(folder))
+    check(folder, tmp_path)
 
 
-def test_a_damaged_folder(folder):
+def test_a_damaged_folder(folder, tmp_path):
     trace_path(folder, 0).write_bytes(b"no gzip")
-    check(report(folder))
+    check(folder, tmp_path)
     status_path(folder, 7).write_text("[1]")
     status_path(folder, 8).write_text('{"a": 1}')
-    check(report(folder))
+    check(folder, tmp_path)
     trace_path(folder, 1).write_bytes(gzip.compress(b'[\n{"a": 1},\n'))
     with pytest.raises(DataError, match="has no timeline"):
-        report(folder)
+        describe(folder)
     trace_path(folder, 1).write_bytes(gzip.compress(b'[\n{"name": "clock"},\n'))
     with pytest.raises(DataError, match="is not a timeline"):
-        report(folder)
+        describe(folder)
 
 
 @pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0"), (3, "3"), (16.64, "16.6"), (0.01234, "0.0123"), (1500, "1,500")],
-)
-def test_quantities(number, text):
-    assert charts.quantity(number) == text
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
+    ("function", "texts"),
     [
-        (0, "0"),
-        (0.25, "0.25"),
-        (900, "900"),
-        (1500, "1.5k"),
-        (36e6, "36M"),
-        (2e9, "2G"),
+        (
+            "quantity",
+            {0: "0", 3: "3", 16.64: "16.6", 0.01234: "0.0123", 1500: "1,500"}
+            | {1e-30: "0", -2.5: "-2.5"},
+        ),
+        (
+            "tickText",
+            {0: "0", 0.25: "0.25", 900: "900", 1500: "1.5k", 36e6: "36M", 2e9: "2G"},
+        ),
+        ("duration", {0: "0 us", 2.5e-5: "25 us", 0.0123: "12.3 ms", 1234: "1,234 s"}),
+        ("percent", {0: "0 %", 0.126: "13 %", 1: "100 %"}),
+        (
+            "bytes",
+            {0: "0 bytes", 1000: "1000 bytes", 1536: "1.5 KiB", 48e6: "45.78 MiB"}
+            | {1 << 42: "4,096.0 GiB"},
+        ),
     ],
 )
-def test_numbers_at_ticks_are_short(number, text):
-    assert charts.tick_text(number) == text
+def test_numbers_as_text(tmp_path, function, texts):
+    expression = f"{json.dumps([*texts])}.map(number => {function}(number))"
+    assert evaluate(page(SAMPLE), expression, tmp_path) == [*texts.values()]
 
 
-@pytest.mark.parametrize("most", [0.0, 1e-9, 0.31, 1.0, 7.2, 999, 12345.6])
-def test_ticks_are_round_and_reach_the_most(most):
-    ticks = charts._ticks(most)
-    assert ticks[-1] >= most * 0.999
-    assert 2 <= len(ticks) <= 8
-    assert ticks[0] == 0
+def test_ticks_are_round_and_reach_the_most(tmp_path):
+    numbers = [0.0, 1e-9, 0.31, 1.0, 7.2, 999, 12345.6]
+    expression = f"{json.dumps(numbers)}.map(most => ticks(most))"
+    for most, ticks in zip(numbers, evaluate(page(SAMPLE), expression, tmp_path)):
+        assert ticks[-1] >= most * 0.999
+        assert 2 <= len(ticks) <= 8
+        assert ticks[0] == 0
+        step = ticks[1]
+        assert float(f"{step:.1e}") == pytest.approx(step, rel=1e-12)

@@ -15,8 +15,8 @@ from mpidist.errors import DataError
 from mpidist.monitor import timeline as module
 from mpidist.monitor.clock_samples import ClockSample, drift_ppm, offset_at
 from mpidist.monitor.clocks import compare_clocks
+from mpidist.monitor.report import state
 from mpidist.monitor.timeline import status_path
-from mpidist.monitor.top import table
 from mpidist.monitor.trace_file import TraceFile, trace_path
 from mpidist.monitor.trace_reader import merge, read_statuses, read_traces
 from mpidist.util import tracing
@@ -461,7 +461,7 @@ strategy.barrier()
     assert names.count("the last") == 1
     statuses = read_statuses(tmp_path)
     assert statuses[-1]["state"] == "failed"
-    assert "2 ranks, ended by an error of rank 1;" in table(statuses, 0.0)
+    assert state(statuses, 0.0) == "ended by an error of rank 1"
 
 
 def test_after_a_kill(mpirun, tmp_path):

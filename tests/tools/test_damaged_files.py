@@ -122,7 +122,7 @@ def mutate(path, data, rng):
 @pytest.mark.parametrize(
     ("pattern", "commands"),
     [
-        ("status-*.json", ["top --once {0}", "report {0} -o {1}/a.html"]),
+        ("status-*.json", ["report {0} -o {1}/a.html"]),
         ("timeline-*.gz", ["report {0} -o {1}/a.html --trace {1}/a.json"]),
         ("channel-*.jsonl", ["diff {0}"]),
         ("channel-*.ring", ["diff {0}"]),
@@ -188,8 +188,8 @@ def test_outputs_that_would_overwrite_each_other(tmp_path, capsys):
         f"run -n {10**12} x.py",
         f"tune --repetitions {10**12}",
         f"tune --largest-bytes {10**18}",
-        "top --seconds nan x",
-        "top --seconds inf x",
+        "doctor --seconds nan",
+        "doctor --seconds inf",
         "doctor --seconds 0",
     ],
 )

@@ -15,7 +15,6 @@ from mpidist.tools.cli import (
     plan,
     report,
     run,
-    top,
     tune,
     version,
 )
@@ -23,7 +22,7 @@ from mpidist.tools.cli import (
 __all__ = ["main", "make_parser"]
 
 # Each has `add`; a command of another package is one more entry
-COMMANDS = (run, doctor, plan, tune, diff, report, top, config, version)
+COMMANDS = (run, doctor, plan, tune, diff, report, config, version)
 _COMPLETION = """
 Completion: mpidist --completion bash >
 ~/.local/share/bash-completion/completions/mpidist (or zsh, as _mpidist into $fpath)"""

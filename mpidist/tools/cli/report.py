@@ -70,15 +70,17 @@ def _report(given: argparse.Namespace) -> int:
     """Write the page, and return the exit status."""
     _require_free(given)
     from mpidist.errors import DataError
-    from mpidist.monitor.report import report
+    from mpidist.monitor.report import describe, page
     from mpidist.monitor.trace_reader import merge
     from mpidist.util.files import replace_file
 
     try:
-        page = report(given.folder)
+        data = describe(given.folder)
         with replace_file(given.output) as file:
-            file.write(page.encode())
+            file.write(page(data).encode())
         print(given.output)
+        print(f"{data['subtitle']}: {data['steps']:,} steps")
+        print("\n".join(data["findings"]))
         if given.trace is not None:
             print(f"{given.trace}: {merge(given.folder, given.trace):,} events")
     except (DataError, OSError) as error:
