@@ -248,7 +248,7 @@ if not commands.is_command():
         has_strategy,
         in_cross_replica_context,
     )
-    from mpidist.monitor.spans import span
+    from mpidist.monitor.timeline import span
     from mpidist.data.dataset import (
         INFINITE_CARDINALITY,
         UNKNOWN_CARDINALITY,

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from mpidist.errors import DataError
-from mpidist.monitor.summary import advice, as_text, work_seconds
-from mpidist.monitor.trace_reader import RankTrace, Step, read_statuses, read_traces
+from mpidist.monitor.statistics import advice, as_text, work_seconds
+from mpidist.monitor.traces import RankTrace, Step, read_statuses, read_traces
 
 __all__ = [
     "PARTS",

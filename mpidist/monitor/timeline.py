@@ -8,34 +8,46 @@ write, there is a RuntimeWarning, and the timeline of that rank ends; the job co
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 from mpi4py import MPI
 
+from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.signatures import CallSignature
+from mpidist.comm.consensus.tags import Tag
 from mpidist.comm.replica_group import ReplicaGroup
-from mpidist.monitor.clock_samples import ClockSample, drift_ppm, error_ns
-from mpidist.monitor.clocks import compare_clocks
 from mpidist.monitor.statistics import statistics
-from mpidist.monitor.trace_file import TraceFile, trace_path
+from mpidist.monitor.traces import (
+    ClockSample,
+    TraceFile,
+    drift_ppm,
+    error_ns,
+    status_path,
+    trace_path,
+)
 from mpidist.util import tracing, validation
 from mpidist.util.files import replace_file
 from mpidist.util.notices import warn
+from mpidist.util.representation import one_line
 
 __all__ = [
     "Timeline",
+    "compare_clocks",
     "end",
     "finish",
+    "span",
     "start_by_environment",
-    "status_path",
     "stride_at",
     "timeline",
 ]
@@ -52,13 +64,14 @@ _WHOLE_PART, _NEXT_PART = 4, 32
 _STATUS_RANKS = 16  # all ranks together write this many statuses per second
 _FIRST_RUNS = 500  # clocks are compared after this many, twice as many, ... runs
 _END_SECONDS = 5.0
+_CLOCK_CALL = "comparing clocks"
+_FIRST_ROUNDS = 8  # MPI opens connections in the first rounds
+_ROUNDS = 24
+_MANY_RANKS = 64
+_now = time.monotonic_ns
+F = TypeVar("F", bound=Callable[..., Any])
 
 _current: Timeline | None = None
-
-
-def status_path(folder: Path, rank: int) -> Path:
-    """Return the file with the progress of a rank of COMM_WORLD."""
-    return folder / f"status-{rank:05}.json"
 
 
 def stride_at(size_bytes: int, most_bytes: int) -> int:
@@ -263,6 +276,47 @@ class Timeline:
         )
 
 
+def compare_clocks(consensus: Consensus) -> ClockSample:
+    """Return how this rank's clock differs from rank 0's. Collective.
+
+    Each rank's clock has its own origin and rate. Rank 0 sends a message to each rank
+    and receives the rank's time. The fastest of several round trips counts; half of it
+    is the maximum error.
+    """
+    if consensus.size == 1:
+        return ClockSample(_now(), 0, 0)
+    with consensus.lock:
+        consensus.require_same(CallSignature(_CLOCK_CALL))
+        with Pending(_CLOCK_CALL, consensus.comm):
+            return _exchange(consensus)
+
+
+def _exchange(consensus: Consensus) -> ClockSample:
+    comm, size = consensus.comm, consensus.size
+    rounds = _FIRST_ROUNDS + (_ROUNDS if size <= _MANY_RANKS else _FIRST_ROUNDS)
+    message = np.zeros(3, np.int64)
+    if consensus.rank:
+        for _ in range(rounds):
+            comm.Recv(message, 0, Tag.CLOCK)
+            message[0] = _now()
+            comm.Send(message, 0, Tag.CLOCK)
+        comm.Recv(message, 0, Tag.CLOCK)
+        return ClockSample(*message.tolist())
+    for rank in range(1, size):
+        best = (1 << 62, 0, 0)
+        for _ in range(rounds):
+            sent = _now()
+            comm.Send(message, rank, Tag.CLOCK)
+            comm.Recv(message, rank, Tag.CLOCK)
+            received, there = _now(), int(message[0])
+            # The remote clock was read about half way between sending and receiving
+            offset = there - (sent + received) // 2
+            best = min(best, (received - sent, there, offset))
+        message[:] = best[1], best[2], -(-best[0] // 2)
+        comm.Send(message, rank, Tag.CLOCK)
+    return ClockSample(_now(), 0, 0)
+
+
 @contextlib.contextmanager
 def timeline(group: ReplicaGroup, folder: Any) -> Iterator[None]:
     """See `Strategy.timeline`. Collective."""
@@ -322,3 +376,54 @@ def finish() -> None:
             _current.end()
         else:
             _current.stop()
+
+
+class span:  # noqa: N801 - it is used like a function
+    """Name a part of the program in its timeline, if there is one. Not collective.
+
+    A context manager, or a decorator of functions. Without a timeline it costs less
+    than a microsecond.
+
+    Args:
+      name: any text; use few different names.
+
+    Example:
+      >>> with mpidist.span("forward"):
+      ...     y = np.ones(3) * 2
+      >>> @mpidist.span("backward")
+      ... def backward():
+      ...     return 1
+      >>> backward()
+      1
+    """
+
+    __slots__ = ("_begun", "_name")
+
+    def __init__(self, name: str):
+        self._name = name
+        self._begun = 0
+
+    def __repr__(self) -> str:
+        return one_line(self, lambda: repr(self._name))
+
+    def __enter__(self) -> span:
+        self._begun = time.monotonic_ns() if tracing.active is not None else 0
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        trace = tracing.active
+        if trace is not None and self._begun:
+            name = self._name
+            trace.span("span", str(name), self._begun, time.monotonic_ns())
+
+    def __call__(self, function: F) -> F:
+        """Return a function whose calls are spans."""
+        name = self._name
+
+        @functools.wraps(function)
+        def spanned(*args: Any, **kwargs: Any) -> Any:
+            with span(name):
+                return function(*args, **kwargs)
+
+        # It is called like the function
+        return spanned  # type: ignore[return-value]

@@ -26,9 +26,7 @@ from mpidist.monitor.report import (
     state,
     step_parts,
 )
-from mpidist.monitor.timeline import status_path
-from mpidist.monitor.trace_file import trace_path
-from mpidist.monitor.trace_reader import read_statuses
+from mpidist.monitor.traces import read_statuses, status_path, trace_path
 
 STEPS = 40
 JOB = f"""

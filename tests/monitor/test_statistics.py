@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.monitor import summary as module
+from mpidist.monitor import statistics as module
 from mpidist.util.counters import BACKWARD, NEXT, RUN, Counters, Durations
 from mpidist.util.durations import bucket_seconds, count_buckets
 

@@ -13,12 +13,20 @@ import pytest
 import mpidist
 from mpidist.errors import DataError
 from mpidist.monitor import timeline as module
-from mpidist.monitor.clock_samples import ClockSample, drift_ppm, offset_at
-from mpidist.monitor.clocks import compare_clocks
 from mpidist.monitor.report import state
-from mpidist.monitor.timeline import status_path
-from mpidist.monitor.trace_file import TraceFile, trace_path
-from mpidist.monitor.trace_reader import merge, read_statuses, read_traces
+from mpidist.monitor.timeline import compare_clocks
+from mpidist.monitor.traces import (
+    ClockSample,
+    TraceFile,
+    _events,
+    drift_ppm,
+    merge,
+    offset_at,
+    read_statuses,
+    read_traces,
+    status_path,
+    trace_path,
+)
 from mpidist.util import tracing
 
 
@@ -161,17 +169,11 @@ def test_what_a_killed_rank_leaves_can_be_read(comm, strategy, folder):
     counts = []
     for size in range(len(data), 400, -97):
         path.write_bytes(data[:size])
-        counts.append(len(list(module_events(path))))
+        counts.append(len(list(_events(path))))
     assert counts[0] == whole
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] >= 1
     comm.Barrier()
-
-
-def module_events(path):
-    from mpidist.monitor.trace_reader import _events
-
-    return _events(path)
 
 
 def test_a_folder_that_cannot_be_written_hurts_nobody(comm, strategy, tmp_path):
@@ -237,7 +239,7 @@ def test_a_full_disk_ends_the_timeline_alone(comm, strategy, folder, monkeypatch
         made = strategy.extended.timeline
         train(strategy)
         with monkeypatch.context() as patched:
-            patched.setattr("mpidist.monitor.trace_file.os.write", full)
+            patched.setattr("mpidist.monitor.traces.os.write", full)
             patched.setattr(module, "warn", lambda text: None)
             with made._lock:
                 try:
@@ -466,7 +468,7 @@ strategy.barrier()
 
 def test_after_a_kill(mpirun, tmp_path):
     wait = """
-from mpidist.monitor.timeline import status_path
+from mpidist.monitor.traces import status_path
 from pathlib import Path
 folder = Path(os.environ["MPIDIST_TIMELINE"])
 path = status_path(folder, strategy.extended.replica_id)

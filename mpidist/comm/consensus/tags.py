@@ -24,4 +24,4 @@ class Tag(enum.IntEnum):
     RING_IN_NODE = 7
     PAIR = 8  # `consensus.comparison`, of two ranks
     PIECE = 9  # `transports.mpi`: of large arrays, from each rank to each
-    CLOCK = 10  # `monitor.clocks`
+    CLOCK = 10  # `monitor.timeline`

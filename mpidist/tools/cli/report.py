@@ -71,7 +71,7 @@ def _report(given: argparse.Namespace) -> int:
     _require_free(given)
     from mpidist.errors import DataError
     from mpidist.monitor.report import describe, page
-    from mpidist.monitor.trace_reader import merge
+    from mpidist.monitor.traces import merge
     from mpidist.util.files import replace_file
 
     try:
