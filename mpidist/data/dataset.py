@@ -34,7 +34,7 @@ from mpidist.data.sources import ArrayRows, RangeRows
 from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpidist.options import MOST_BUFFERED, AutoShardPolicy, Options
 from mpidist.util import near_misses, nest, validation
-from mpidist.util.representation import counted, one_line
+from mpidist.util.representation import counted, html_table, one_line
 from mpidist.util.threads import count_threads
 from mpidist.util.tracebacks import fold
 from mpidist.values import DistributedValues
@@ -113,8 +113,6 @@ class Dataset(metaclass=_DatasetType):
         return one_line(self, lambda: summarize(self._pipeline))
 
     def _repr_html_(self) -> str:
-        from mpidist.util.html_tables import html_table
-
         return html_table(type(self).__name__, [("", summarize(self._pipeline))])
 
     @property

@@ -19,6 +19,7 @@ from mpidist.monitor.timeline import start_by_environment
 from mpidist.options import ReduceOp
 from mpidist.strategy.replica_context import DefaultReplicaContext
 from mpidist.strategy.v1 import StrategyExtendedV1, StrategyV1
+from mpidist.util.representation import html_table
 
 __all__ = ["MirroredStrategy"]
 
@@ -83,8 +84,6 @@ class MirroredStrategy(StrategyV1):
         start_by_environment(self.extended)
 
     def _repr_html_(self) -> str:
-        from mpidist.util.html_tables import html_table
-
         group = self.extended
         rows = [
             ("replicas", group.num_replicas),

@@ -1,10 +1,10 @@
-"""One-line reprs, of what is known without reading files; text for terminals."""
+"""One-line reprs, of what is known without reading files; tables and text to show."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-__all__ = ["MOST_CHARACTERS", "counted", "one_line", "printable"]
+__all__ = ["MOST_CHARACTERS", "counted", "html_table", "one_line", "printable"]
 
 MOST_CHARACTERS = 120
 
@@ -26,6 +26,25 @@ def one_line(thing: object, describe: Callable[[], str]) -> str:
     if len(text) > most:
         text = f"{text[: most - 3]}..."
     return f"<{name}: {text}>"
+
+
+def html_table(title: str, rows: Iterable[tuple[str, object]], note: str = "") -> str:
+    """Return the table of names and values that notebooks show for an object.
+
+    Args:
+      title: stands above it.
+      rows: name and value of each.
+      note: stands below it.
+    """
+    from html import escape  # used in notebooks only
+
+    cells = "".join(
+        f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>"
+        for name, value in rows
+    )
+    below = f"<p>{escape(note)}</p>" if note else ""
+    caption = f"<caption>{escape(title)}</caption>"
+    return f"<div><table>{caption}<tbody>{cells}</tbody></table>{below}</div>"
 
 
 def printable(text: str, kept: str = "") -> str:

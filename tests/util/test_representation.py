@@ -11,8 +11,7 @@ import pytest
 import mpidist
 from mpidist.tools.plan.input_plan import make_plan
 from mpidist.tools.plan.parts import Request
-from mpidist.util.html_tables import html_table
-from mpidist.util.representation import MOST_CHARACTERS, counted, one_line
+from mpidist.util.representation import MOST_CHARACTERS, counted, html_table, one_line
 
 CLASSES = [
     name

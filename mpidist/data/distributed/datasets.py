@@ -36,7 +36,7 @@ from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.options import AutoShardPolicy, InputOptions
 from mpidist.util import near_misses, nest, validation
 from mpidist.util.available_memory import free_bytes
-from mpidist.util.representation import one_line
+from mpidist.util.representation import html_table, one_line
 from mpidist.util.tracebacks import fold
 
 if TYPE_CHECKING:
@@ -134,8 +134,6 @@ class DistributedDataset:
         return one_line(self, self._describe)
 
     def _repr_html_(self) -> str:
-        from mpidist.util.html_tables import html_table
-
         rows = [("", self._describe()), ("replicas", self._plan.extended.num_replicas)]
         return html_table(type(self).__name__, rows)
 

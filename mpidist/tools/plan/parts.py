@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mpidist.options import AutoShardPolicy
-from mpidist.util.representation import one_line
+from mpidist.util.representation import html_table, one_line
 
 __all__ = [
     "DatasetPart",
@@ -250,8 +250,6 @@ class InputPlan:
         return one_line(self, lambda: ", ".join(f"{v} {k}" for k, v in self._facts()))
 
     def _repr_html_(self) -> str:
-        from mpidist.util.html_tables import html_table
-
         return html_table("InputPlan", self._facts())
 
     def _facts(self) -> list[tuple[str, object]]:
