@@ -95,19 +95,16 @@ class Progress(Generic[T]):
         if MPI.COMM_WORLD.Get_rank():
             yield from self._iterable
             return
-        shown = _Shown(self._find_total(), self._unit, self._group)
+        total = None
+        with contextlib.suppress(Exception):  # of the user's object
+            total = len(self)
+        shown = _Shown(total, self._unit, self._group)
         try:
             for item in self._iterable:
                 yield item
                 shown.add(item)
         finally:
             shown.close()
-
-    def _find_total(self) -> int | None:
-        try:
-            return len(self)
-        except Exception:  # of the user's object, and on this rank only
-            return None
 
 
 class _Shown:
@@ -116,12 +113,12 @@ class _Shown:
     def __init__(self, total: int | None, unit: str, group: Any):
         self._total, self._unit = total, unit
         self._replicas = 1 if group is None else group.num_replicas
-        self._counters: Counters | None = None
-        if group is not None:
-            self._counters = group.consensus.recorder.counters
+        self._counters: Counters = (
+            Counters() if group is None else group.consensus.recorder.counters
+        )
         self._count = self._rows = 0
         self._begun = time.monotonic()
-        self._waited = self._waiting()
+        self._waited = self._counters.waiting
         self._bar: Any = None
         self._every = _LINE_SECONDS
         with contextlib.suppress(Exception):  # of a replaced stderr
@@ -131,9 +128,6 @@ class _Shown:
                     self._every = _BAR_SECONDS
         self._due = self._begun + self._every
         self._has_shown = False
-
-    def _waiting(self) -> int:
-        return 0 if self._counters is None else self._counters.waiting
 
     def add(self, item: Any) -> None:
         """Count one more."""
@@ -159,8 +153,8 @@ class _Shown:
         found = []
         if self._rows:
             found.append(f"{self._rows * self._replicas / took:,.0f} rows/s")
-        if self._counters is not None and self._replicas > 1:
-            share = (self._waiting() - self._waited) / 1e9 / took
+        if self._replicas > 1:
+            share = (self._counters.waiting - self._waited) / 1e9 / took
             found.append(f"{share:.0%} waiting".replace("%", " %"))
         return found
 
@@ -203,19 +197,12 @@ def _say_no_tqdm() -> None:
 
 def _count_rows(item: Any) -> int:
     """Return how many rows a batch has on this replica; 0 if it is no batch."""
-    try:
-        return _rows_of_nest(item)
-    except Exception:  # of any object that a user iterates over
-        return 0
-
-
-def _rows_of_nest(item: Any) -> int:
-    leaves = nest.flatten(item)[0]
-    first = select_replica(leaves[0]) if leaves else None
-    if isinstance(first, PerReplica):
-        first = first.values[0]
-    shape = getattr(first, "shape", ())
-    return int(shape[0]) if shape else 0
+    with contextlib.suppress(Exception):  # of any object that a user iterates over
+        first = select_replica(nest.flatten(item)[0][0])
+        if isinstance(first, PerReplica):
+            first = first.values[0]
+        return int(first.shape[0])
+    return 0
 
 
 def _clock(seconds: float) -> str:

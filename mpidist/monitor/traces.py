@@ -345,11 +345,13 @@ class RankTrace(NamedTuple):
     end: Mapping[str, Any]
     path: Path
 
-    def events(self) -> Iterator[dict[str, Any]]:
-        """Yield all complete events, with times on rank 0's clock."""
-        return self._events()
+    def events(self, *words: bytes) -> Iterator[dict[str, Any]]:
+        """Yield all complete events, with times on rank 0's clock.
 
-    def _events(self, *words: bytes) -> Iterator[dict[str, Any]]:
+        Args:
+          words: if there are any, events with none of them may be left out, as parsing
+            takes most of the time.
+        """
         for event in _events(self.path, *words):
             if "ts" in event and self.clock:
                 begun = self._on_common_clock(event["ts"])
@@ -365,8 +367,8 @@ class RankTrace(NamedTuple):
     def steps(self) -> list[Step]:
         """Return the recorded steps."""
         found = []
-        for event in self._events(b'"step"'):
-            if event.get("cat") == "step":
+        for event in self.events(b'"step"'):
+            if event["ph"] == "X" and event.get("cat") == "step":
                 args = _conform(self.path, event.get("args"), _STEP)
                 parts = [args[name] / 1e6 for name in Step._fields[4:]]
                 when, took = event["ts"] / 1e6, event["dur"] / 1e6
@@ -434,13 +436,7 @@ def _not_a_timeline(path: Path, error: object) -> DataError:
 
 
 def _events(path: Path, *words: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the events of a file, whose end may be missing.
-
-    Args:
-      path: the file.
-      words: if there are any, events with none of them may be left out, as parsing
-        takes most of the time.
-    """
+    """Yield the events of a file, whose end may be missing; see `RankTrace.events`."""
     try:
         for line in _lines(path):
             text = line.strip().rstrip(b",")

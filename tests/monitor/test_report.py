@@ -349,6 +349,12 @@ def test_a_damaged_folder(folder, tmp_path):
     status_path(folder, 7).write_text("[1]")
     status_path(folder, 8).write_text('{"a": 1}')
     check(folder, tmp_path)
+    with trace_path(folder, 1).open("ab") as file:  # a step without times
+        numbers = ("step", "one_of", "input", "communication", "waiting", "checkpoint")
+        event = {"name": "step", "ph": "i", "pid": 1, "cat": "step"}
+        event["args"] = dict.fromkeys(numbers, 1)
+        file.write(gzip.compress(json.dumps(event).encode() + b",\n"))
+    check(folder, tmp_path)
     trace_path(folder, 1).write_bytes(gzip.compress(b'[\n{"a": 1},\n'))
     with pytest.raises(DataError, match="has no timeline"):
         describe(folder)
