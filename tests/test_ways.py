@@ -22,7 +22,7 @@ WAYS = {
     "row, again": (6, 19, 0),
     "save, first": (26, 162, 3),
     "save, again": (26, 174, 3),
-    "strategy, again": (53, 152, 0),
+    "strategy, again": (53, 165, 0),
 }
 MODULES, LINES, ANY_IN_COMM = 232, 55413, 673
 
