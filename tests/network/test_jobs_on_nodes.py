@@ -32,5 +32,5 @@ def test_the_doctor_finds_a_folder_that_nodes_do_not_share(network, tmp_path):
     ended = nodes.start(1, command).wait()
     words = " ".join(ended.stdout.split())
     assert "2 nodes" in words
-    assert "rank 1 does not see the files of rank 0" in words
+    assert "rank 1: does not see the files of rank 0" in words
     assert "mount the same file system on every node" in words

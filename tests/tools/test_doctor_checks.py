@@ -8,60 +8,38 @@ import os
 import select
 import signal
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import launching
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidist.tools.doctor import file_systems
+from mpidist.comm.device_info import GpuFacts, Support
+from mpidist.device import binding
+from mpidist.tools.doctor import checks, paths
+from mpidist.tools.doctor.checks import RankFacts
 from mpidist.tools.doctor.children import Child, run_checks
-from mpidist.tools.doctor.evaluate import RankFacts, evaluate
-from mpidist.tools.doctor.file_systems import PathFacts, look, write
-from mpidist.tools.doctor.gpu_checks import (
-    GpuChoice,
-    GpuFacts,
-    check_gpus,
-    check_support,
-)
-from mpidist.tools.doctor.node_checks import (
-    LaunchFacts,
-    NodeFacts,
-    check_binding,
-    check_launcher,
-    check_memory,
-    check_mpi,
-    check_nodes,
-    check_threads,
-    count_left,
-    find_launched,
-    is_silent,
-)
-from mpidist.tools.doctor.path_checks import PathReport, check_path
-from mpidist.tools.doctor.process_checks import (
-    PythonFacts,
-    check_environment,
-    check_python,
-)
-from mpidist.tools.doctor.rank_job import Speed, check_speed
-from mpidist.tools.doctor.results import (
-    CheckResult,
+from mpidist.tools.doctor.paths import HELD, HIDDEN, MISSED
+from mpidist.tools.doctor.ranks import check_speed, check_strategy
+from mpidist.tools.doctor.rows import (
+    FAIL,
+    OK,
+    WARN,
     Failure,
+    Row,
     Status,
+    as_rows,
     by_rank,
-    name_each,
+    examine,
+    merge,
     name_ranks,
     to_text,
 )
-from mpidist.util.mounts import Mount
 
-OK, WARN, FAIL = Status.OK, Status.WARN, Status.FAIL
-GIB = 1 << 30
-
-
-def statuses(rows):
-    return [row.status for row in rows]
+SOON = launching.HANG_SECONDS
 
 
 @given(st.sets(st.integers(0, 40), min_size=1, max_size=8))
@@ -78,30 +56,55 @@ def test_ranks_are_named_in_spans(ranks):
 def test_values_by_rank():
     assert by_rank({0: "a", 1: "a"}) == "a"
     assert by_rank({0: "a", 1: "b", 2: "b"}) == "rank 0: a; ranks 1-2: b"
-    assert name_each({3: "a"}) == "rank 3: a"
+    assert by_rank({3: "a"}, asked=range(4)) == "rank 3: a"
+    assert by_rank({0: "a", 1: "a"}, asked=range(2)) == "a"
     assert by_rank(dict(enumerate("abcdefgh"))).endswith("; and 2 more")
 
 
-def test_looking_and_writing(tmp_path):
-    found = look(str(tmp_path))
-    assert found.error == ""
-    assert found.folder == str(tmp_path.resolve())
-    assert found.size_bytes >= found.free_bytes >= 0
-    assert write(str(tmp_path)) == (0, "")
-    assert list(tmp_path.iterdir()) == []
-    assert look("/nothing/there").error == os.strerror(errno.ENOENT)
-    assert look("a\0b").error
-    assert write(str(tmp_path / "no"))[0] == -errno.ENOENT
+def version(found):
+    return Row(OK, found, "install one", "numpy", unlike=FAIL)
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (version("2"), Row(OK, "2", "", "numpy")),
+        (version("1"), Row(FAIL, "ranks 0, 2: 2; rank 1: 1", "install one", "numpy")),
+        (
+            Row(FAIL, "not installed", "pip install", "numpy"),
+            Row(FAIL, "rank 1: not installed", "pip install", "numpy"),
+        ),
+    ],
+)
+def test_rows_of_ranks_are_merged(other, expected):
+    assert merge({0: [version("2")], 1: [other], 2: [version("2")]}) == [expected]
+
+
+def test_a_rank_that_has_no_answer_is_named():
+    late = as_rows("h5py", Failure("no answer in 20 s"))
+    everyone = {
+        0: [Row(OK, "3", what="h5py")],
+        1: late,
+        2: as_rows("h5py", Failure("y")),
+    }
+    (row,) = merge(everyone)
+    assert row.status is FAIL
+    assert row.found == "rank 1: no answer in 20 s; rank 2: y"
+
+
+def test_a_check_that_fails_is_a_row():
+    (row,) = examine("sums", lambda: 1 / 0)
+    assert (row.status, row.what) == (FAIL, "sums")
+    assert "itself failed: ZeroDivisionError" in row.found
 
 
 def test_checks_that_crash_block_and_raise_do_so_alone():
-    soon = launching.HANG_SECONDS
     calls = [(os.abort,), None, (os.getppid,), (os.strerror, "x"), (os._exit, 3)]
-    killed, nothing, parent, raised, ended = run_checks(calls, soon)
-    assert killed.text.startswith("the process was ended by SIGABRT")
+    killed, nothing, parent, raised, ended = run_checks(calls, SOON)
+    assert killed.startswith("the process was ended by SIGABRT")
     assert nothing is None
     assert parent == os.getpid()
-    assert raised.text.startswith("TypeError: 'str' object cannot be")
+    assert raised.startswith("TypeError: 'str' object cannot be")
     assert ended == Failure("the process ended with 3")
     (blocked,) = run_checks([(signal.pause,)], 0.5)
     assert blocked == Failure("no answer in 0.5 s")
@@ -128,35 +131,11 @@ def test_a_check_that_computes_is_waited_for_but_not_for_ever():
     assert endless == Failure("no answer in 0.05 s")
 
 
-def test_locks_are_seen_by_another_process_and_given_back(tmp_path):
-    soon = launching.HANG_SECONDS
-    # As on a file system whose locks do nothing
-    names = {kind: (str(tmp_path / kind), "") for kind in ("fcntl", "flock")}
-    for name, _ in names.values():
-        open(name, "w").close()
-    with Child(file_systems.hold, str(tmp_path)) as holder:
-        held = holder.result(soon)
-        assert all(refused == "" for _, refused in held.values())
-        calls = [(file_systems.see, held), (file_systems.see, names)]
-        first, second = run_checks(calls, soon)
-    assert first == dict.fromkeys(file_systems.KINDS, file_systems.HELD)
-    assert set(second.values()) == {file_systems.MISSED}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["fcntl", "flock"]
-
-
-def node(
-    cores, machine=8, variable=("", ""), shared=4 * GIB, siblings=None, left=(0, 0)
-):
-    return NodeFacts(
-        tuple(cores),
-        machine,
-        tuple(siblings or cores),
-        variable,
-        shared,
-        shared,
-        left,
-        {},
-    )
+def test_a_blocked_check_says_at_what():
+    program = "from mpidist.tools.doctor import children as c; import signal; "
+    program += "c.send('step', 'fsync of a file'); signal.pause()"
+    (blocked,) = run_checks([(exec, program)], 3)
+    assert blocked == Failure("no answer in 3 s, fsync of a file")
 
 
 def test_files_that_mpi_has_left_are_counted(tmp_path):
@@ -165,17 +144,33 @@ def test_files_that_mpi_has_left_are_counted(tmp_path):
         (tmp_path / name).write_bytes(bytes(8192))
         os.utime(tmp_path / name, (0, 0))
     (tmp_path / "mpich_shm_3_0").write_bytes(b"a job starts")
-    assert count_left(tmp_path, Path("/proc"))[0] == 3
+    assert checks.count_left(tmp_path, Path("/proc"))[0] == 3
     with (tmp_path / "mpich_shm_1_0").open("r+b") as file:
-        assert count_left(tmp_path, Path("/proc"))[0] == 2
+        assert checks.count_left(tmp_path, Path("/proc"))[0] == 2
         mapped = mmap.mmap(file.fileno(), 0)
-    assert count_left(tmp_path, Path("/proc")) == (2, 2 * 8192)
+    assert checks.count_left(tmp_path, Path("/proc")) == (2, 2 * 8192)
     mapped.close()
-    rows = check_memory({0: node([0], left=(3, 5 * GIB))}, [[0]])
+    rows = checks.check_memory(1, tmp_path)
     (row,) = [row for row in rows if row.what == "left by MPI"]
     assert row.status is WARN
-    assert row.found == "5.0 GiB in 3 files of ended jobs in /dev/shm"
+    assert row.found == f"24 KiB in 3 files of ended jobs in {tmp_path}"
     assert "fuser" in row.remedy
+
+
+def facts_of(*cores, nodes=None, physical=None, threads="", machine=8, **variables):
+    """Return the facts of ranks with these cores, by rank."""
+    return {
+        rank: RankFacts(
+            variables,
+            "host",
+            frozenset(own),
+            frozenset(physical or own),
+            machine,
+            threads,
+            nodes[rank] if nodes else 0,
+        )
+        for rank, own in enumerate(cores)
+    }
 
 
 @pytest.mark.parametrize(
@@ -191,64 +186,61 @@ def test_files_that_mpi_has_left_are_counted(tmp_path):
     ],
 )
 def test_binding(cores, status):
-    facts = {rank: node(own) for rank, own in enumerate(cores)}
-    (row,) = check_binding(facts, [list(facts)])
-    assert row.status is status
+    assert checks.check_binding(facts_of(*cores)).status is status
 
 
 def test_binding_on_each_node_by_itself():
-    facts = {0: node([1]), 1: node([1]), 2: node([2])}
-    assert statuses(check_binding(facts, [[0], [1, 2]])) == [OK]
-    (row,) = check_binding(facts, [[0, 1], [2]])
+    cores = [1], [1], [2]
+    assert checks.check_binding(facts_of(*cores, nodes=[0, 1, 1])).status is OK
+    row = checks.check_binding(facts_of(*cores, nodes=[0, 0, 2]))
     assert "ranks 0-1 on core 1" in row.found
 
 
 def test_two_threads_of_one_core():
-    facts = {0: node([0], siblings=[0]), 1: node([4], siblings=[0])}
-    (row,) = check_binding(facts, [[0, 1]])
+    row = checks.check_binding(facts_of([0], [4], physical=[0]))
     assert row.status is WARN
     assert "ranks 0-1" in row.found
 
 
 def test_threads():
-    limited = node(range(8), variable=("OMP_NUM_THREADS", "4,2"))
-    assert statuses(check_threads({0: limited, 1: limited}, [[0, 1]])) == [OK]
-    (row,) = check_threads(dict.fromkeys(range(3), limited), [[0, 1, 2]])
+    def check(ranks, threads):
+        return checks.check_threads(facts_of(*[range(8)] * ranks, threads=threads))
+
+    assert check(2, "OMP_NUM_THREADS=4,2").status is OK
+    row = check(3, "OMP_NUM_THREADS=4,2")
     assert "12 threads of ranks 0-2" in row.found
     assert "OMP_NUM_THREADS=2" in row.remedy
-    assert statuses(check_threads({0: node(range(8))}, [[0]])) == [OK]
-    bad = node(range(8), variable=("MKL_NUM_THREADS", "\u0663"))
-    assert statuses(check_threads({0: bad}, [[0]])) == [WARN]
+    assert check(1, "").status is OK
+    assert check(1, "MKL_NUM_THREADS=\u0663").status is WARN
 
 
 @pytest.mark.parametrize(
-    ("shared", "status"),
-    [(4 * GIB, OK), (100 << 20, WARN), (1 << 20, FAIL), (-1, FAIL)],
+    ("free_bytes", "status"), [(4 << 30, OK), (100 << 20, WARN), (1 << 20, FAIL)]
 )
-def test_shared_memory(shared, status):
-    facts = {rank: node([rank], shared=shared) for rank in range(2)}
-    (row,) = check_memory(facts, [[0, 1]])
-    assert row.status is status
+def test_shared_memory(tmp_path, monkeypatch, free_bytes, status):
+    size = SimpleNamespace(f_frsize=1, f_blocks=free_bytes, f_bavail=free_bytes)
+    monkeypatch.setattr(os, "statvfs", lambda _: size)
+    assert checks.check_memory(2, tmp_path)[0].status is status
+    assert checks.check_memory(2, tmp_path / "no")[0].status is FAIL
 
 
-def launch(size=2, node=0, rank=None, level=3, **more):
-    (said,) = find_launched({"PMI_RANK": f"{rank or 0}", "PMI_SIZE": f"{size}"})
-    facts = LaunchFacts(size, "h", node, "MPICH", "4.1", level, said, "", False, "")
-    return facts._replace(**more)
+def test_launchers(monkeypatch):
+    def check(size, error="", **environ):
+        return checks.check_launcher(size, environ, error)
 
-
-def test_launchers():
-    well = {0: launch(), 1: launch(rank=1)}
-    assert statuses(check_launcher(well)) == [OK]
-    assert "rank 1" in check_launcher(well | {1: launch(rank=0)})[0].found
-    error = {0: launch(size=1, error="start it with srun")}
-    (row,) = check_launcher(error)
+    well = {"PMI_RANK": "1", "PMI_SIZE": "2"}
+    assert check(2, **well).status is OK
+    row = check(1, "start it with srun", **well)
     assert row.status is FAIL
     assert row.remedy == "start it with srun"
-    (row,) = check_launcher({0: launch()._replace(size=5)})
+    row = check(5, **well)
     assert row.status is WARN
     assert "PMI_SIZE=2" in row.found
-    assert statuses(check_launcher({0: launch(size=1, launched=None)})) == [OK]
+    row = check(1, **well, MPIDIST_ALLOW_SINGLETON="1")
+    assert row.status is WARN
+    assert "MPIDIST_ALLOW_SINGLETON" in row.remedy
+    assert check(1).status is OK
+    assert check(2).status is OK
 
 
 @pytest.mark.parametrize(
@@ -264,7 +256,7 @@ def test_launchers():
         # An mpirun in a Slurm job knows better
         (
             {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
-            | {"PMI_RANK": "0", "PMI_SIZE": "1"},
+            | {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"},
             False,
         ),
         (
@@ -274,208 +266,196 @@ def test_launchers():
     ],
 )
 def test_who_speaks(environ, expected):
-    assert is_silent(environ) is expected
+    assert checks.is_silent(environ) is expected
 
 
 def test_mpi_and_nodes():
-    facts = {0: launch(), 1: launch(rank=1)}
-    assert statuses(check_mpi(facts)) == [OK, OK]
-    assert statuses(check_mpi(facts | {1: launch(level=2)})) == [OK, WARN]
-    assert statuses(check_mpi(facts | {1: launch(level=0)})) == [OK, FAIL]
-    assert statuses(check_mpi(facts | {1: launch(library="Open MPI")})) == [FAIL, OK]
-    assert statuses(check_nodes(facts)) == [OK]
-    three = facts | {2: launch(node=2, rank=2)}
-    assert (
-        "2, 1" in check_nodes(three)[0].found or "1, 2" in check_nodes(three)[0].found
-    )
-    assert statuses(check_nodes(three)) == [WARN]
+    statuses = [checks.check_thread_level(level).status for level in range(4)]
+    assert statuses == [FAIL, FAIL, WARN, OK]
+    assert checks.check_nodes(facts_of([0], [1])).status is OK
+    row = checks.check_nodes(facts_of([0], [1], [2], nodes=[0, 0, 2]))
+    assert row.status is WARN
+    assert "1, 2" in row.found
+    assert checks.check_nodes(facts_of([0], nodes=[None])) == []
 
 
-def python(version="3.11.2 (CPython)", mpidist="1 in /a", numpy="2.0", **environment):
-    packages = dict.fromkeys(("h5py", "mpi4py", "deflate", "optree"), "1")
-    return PythonFacts(
-        version, "/bin/python", mpidist, {**packages, "numpy": numpy}, environment
-    )
-
-
-@pytest.mark.parametrize(
-    ("other", "what", "status"),
-    [
-        (python(), "", OK),
-        (python("3.11.7 (CPython)"), "Python", WARN),
-        (python("3.12.2 (CPython)"), "Python", FAIL),
-        (python(mpidist="1 in /b"), "mpidist", FAIL),
-        (python(numpy="1.26"), "numpy", FAIL),
-        (python(numpy=Failure("not installed")), "numpy", FAIL),
-    ],
-)
-def test_versions_that_differ(other, what, status):
-    rows = check_python({0: python(), 1: other, 2: python()})
-    bad = [row for row in rows if row.status is not OK]
-    assert [(row.what, row.status) for row in bad] == ([(what, status)] if what else [])
-    assert all("rank 1" in row.found for row in bad)
+def test_versions():
+    python, path, package = checks.check_python()
+    assert (python.unlike, path.unlike, package.unlike) == (FAIL, WARN, FAIL)
+    assert path.found.startswith(f"{sys.executable} ({python.found.split()[0]}.")
 
 
 def test_environments_that_differ():
-    facts = {0: python(MPIDIST_BANNER="0", FI_PROVIDER="x" * 500), 1: python()}
-    rows = check_environment(facts)
-    assert statuses(rows) == [WARN, WARN]
+    facts = facts_of([0], MPIDIST_BANNER="0", FI_PROVIDER="x" * 500)
+    rows = checks.check_variables({**facts, 1: facts_of([0])[0]})
+    assert [row.status for row in rows] == [WARN, WARN]
     assert all(len(row.found) < 120 for row in rows)
-    assert statuses(check_environment({0: python(FI_PROVIDER="tcp")})) == [OK]
+    facts = facts_of([0], [1], FI_PROVIDER="tcp")
+    assert [row.status for row in checks.check_variables(facts)] == [OK]
 
 
 def test_settings_with_which_no_strategy_could_be_made():
-    facts = {rank: python(MPIDIST_BANER="0", MPIDIST_LOG="loud") for rank in (0, 1)}
-    unknown, bad = check_environment(facts)
-    assert statuses([unknown, bad]) == [FAIL, FAIL]
+    facts = facts_of([0], [1], MPIDIST_BANER="0", MPIDIST_LOG="loud")
+    unknown, bad = checks.check_variables(facts)
+    assert (unknown.status, bad.status) == (FAIL, FAIL)
     assert "did you mean MPIDIST_BANNER" in unknown.found
     assert "must be debug, info" in bad.found
 
 
-EXT4 = PathFacts("", "/d", mount=Mount("/", "ext4", "/dev/sda", frozenset()))
-WELL = PathReport(EXT4._replace(size_bytes=GIB, free_bytes=GIB), written=(0, ""))
-HELD = {kind: (f"/d/{kind}", "") for kind in file_systems.KINDS}
+def by_subject(tried):
+    rows, locks = tried
+    return {row.what: row for row in rows}, locks
 
 
-def path_rows(changes, locking=None, held=HELD):
-    """Return what is not OK: rank 0 holds the locks, rank 1 sees them."""
-    first = WELL._replace(held=held)
-    second = WELL._replace(
-        written=None, seen=dict.fromkeys(file_systems.KINDS, file_systems.HELD)
-    )
-    reports = {0: first, 1: second._replace(**changes)}
-    rows = check_path(reports, "/d", locking)
-    return [(r.what, r.status, r.found) for r in rows if r.status is not OK]
-
-
-def test_paths_on_all_ranks():
-    assert path_rows({}) == []
-    ((what, status, found),) = path_rows({"looked": Failure("no answer in 2 s")})
-    assert (what, status, found) == ("/d", FAIL, "rank 1: no answer in 2 s")
-    nfs = EXT4._replace(mount=Mount("/d", "nfs4", "s:/d", frozenset()))
-    ((_, status, found),) = path_rows({"looked": nfs})
-    assert status is WARN
-    assert "rank 0: ext4" in found
-    assert "rank 1: nfs4" in found
-    ((what, status, _),) = path_rows({"written": (errno.EIO, "fsync of a file: bad")})
-    assert (what, status) == ("/d: writing", FAIL)
-    ((what, status, _),) = path_rows({"written": (-errno.EROFS, "Read-only")})
-    assert (what, status) == ("/d: writing", WARN)
-    ((_, status, _),) = path_rows({"written": (-errno.ENOSPC, "No space")})
-    assert status is FAIL
+def test_a_path(tmp_path):
+    """It is tried in this process, which then has its locks to give back."""
+    where = str(tmp_path)
+    rows, locks = by_subject(paths.try_path(where, is_writer=True, is_holder=False))
+    assert {what: row.status for what, row in rows.items()} == {
+        where: OK,
+        f"{where}: writing": OK,
+    }
+    assert locks == {}
+    assert list(tmp_path.iterdir()) == []
+    rows, _ = by_subject(paths.try_path(where, is_writer=False, is_holder=False))
+    assert rows.keys() == {where}
+    assert rows[where].unlike is WARN  # other ranks should have the same file system
+    for bad, error in [("/nothing/there", errno.ENOENT), ("a\0b", None)]:
+        (row,), _ = paths.try_path(bad, is_writer=True, is_holder=True)
+        assert (row.status, row.what) == (FAIL, bad)
+        assert error is None or row.found == os.strerror(error)
 
 
 @pytest.mark.parametrize(
-    ("kind", "said", "locking", "expected"),
+    ("module", "name", "number", "status"),
     [
-        ("HDF5", "ENOLCK: No locks available", None, FAIL),
-        ("flock", "ENOSYS: Function not implemented", None, WARN),
-        ("fcntl", file_systems.MISSED, None, WARN),
-        ("HDF5", file_systems.MISSED, None, WARN),
-        ("HDF5", file_systems.MISSED, "FALSE", OK),
-        ("flock", file_systems.HIDDEN, None, WARN),
+        (os, "fsync", errno.EIO, FAIL),
+        (paths.tempfile, "mkstemp", errno.EROFS, WARN),
+        (paths.tempfile, "mkstemp", errno.ENOSPC, FAIL),
     ],
 )
-def test_locks_that_do_not_hold(kind, said, locking, expected):
-    seen = {**dict.fromkeys(file_systems.KINDS, file_systems.HELD), kind: said}
-    rows = path_rows({"seen": seen}, locking)
-    assert [status for _, status, _ in rows] == ([] if expected is OK else [expected])
+def test_a_folder_that_cannot_be_written(
+    tmp_path, monkeypatch, module, name, number, status
+):
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(module, name, refuse)
+    rows, locks = by_subject(paths.try_path(str(tmp_path), True, True))
+    row = rows[f"{tmp_path}: writing"]
+    assert row.status is status
+    assert os.strerror(number) in row.found
+    assert ("fsync of a file" in row.found) == (name == "fsync")
+    assert locks == {}
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_files_that_others_do_not_see_are_one_row():
-    rows = path_rows({"seen": dict.fromkeys(file_systems.KINDS, file_systems.HIDDEN)})
-    assert [(what, status) for what, status, _ in rows] == [("/d: locks", WARN)]
+def test_a_folder_with_little_room(tmp_path, monkeypatch):
+    size = SimpleNamespace(f_frsize=1, f_blocks=1 << 40, f_bavail=1 << 30)
+    monkeypatch.setattr(os, "statvfs", lambda _: size)
+    rows, _ = by_subject(paths.try_path(str(tmp_path), True, False))
+    assert rows[f"{tmp_path}: writing"].status is WARN
+    assert "0% of 1,024.0 GiB free" in rows[f"{tmp_path}: writing"].found
 
 
-def test_locks_that_cannot_be_taken():
-    held = {**HELD, "HDF5": ("/d/h", "ENOTSUP: Operation not supported")}
-    ((_, status, found),) = path_rows({"seen": {"flock": file_systems.HELD}}, held=held)
-    assert status is FAIL
-    assert "ENOTSUP" in found
-    ((_, status, _),) = path_rows({"seen": None}, held=Failure("no answer in 1 s"))
-    assert status is FAIL
+def test_locks_are_seen_by_another_process_and_given_back(tmp_path):
+    # As on a file system whose locks do nothing
+    open(tmp_path / "fcntl", "w").close()
+    loose = {"fcntl": (str(tmp_path / "fcntl"), "")}
+    with paths.try_paths([str(tmp_path)], SOON, True, True) as (rows, locks):
+        assert [row.status for row in rows] == [OK, OK]
+        held = locks[str(tmp_path)]
+        assert [refused for _, refused in held.values()] == ["", ""]
+        calls = [(paths.see_locks, held), (paths.see_locks, loose)]
+        first, second = run_checks(calls, SOON)
+        (row,) = paths.try_locks(locks, SOON)
+    assert first == dict.fromkeys(paths.KINDS, HELD)
+    assert second == {"fcntl": MISSED}
+    assert (row.status, row.what) == (OK, f"{tmp_path}: locks")
+    assert [path.name for path in tmp_path.iterdir()] == ["fcntl"]
+    refused = {"HDF5": ("/d/h", "ENOTSUP: Operation not supported")}
+    assert paths.see_locks(refused) == {"HDF5": "ENOTSUP: Operation not supported"}
 
 
-GPU = GpuFacts(
-    "14.0", "", (("0000:3b:00.0", "ab", "H100"),), (13000, 13000), 22703, 1, ""
+@pytest.mark.parametrize(
+    ("kind", "state", "locking", "expected"),
+    [
+        ("HDF5", "ENOLCK: No locks available", None, FAIL),
+        ("fcntl", "ENOSYS: Function not implemented", None, WARN),
+        ("fcntl", MISSED, None, WARN),
+        ("HDF5", MISSED, None, WARN),
+        ("HDF5", MISSED, "FALSE", OK),
+        ("fcntl", HIDDEN, None, WARN),
+    ],
 )
-NO_GPU = GpuFacts("", "", (), (0, 0), 0, False, "")
-
-
-def choice(pci="0000:3b:00.0", asked=(True, "it says so"), tried=(True, "tried")):
-    return GpuChoice("h", 0, pci, "ab", "H100", asked, tried)
+def test_locks_that_do_not_hold(kind, state, locking, expected):
+    states = {**dict.fromkeys(paths.KINDS, HELD), kind: state}
+    row = paths.check_locks(states, locking)
+    assert row.status is expected
+    assert kind in row.found or state == HIDDEN
+    assert state in (MISSED, HIDDEN) or state in row.found
+    assert ("does not lock" in row.found) == (locking == "FALSE")
 
 
 def test_gpus(monkeypatch):
-    monkeypatch.delenv("MPIDIST_ALLOW_SHARED_GPU", raising=False)
-    both = {0: GPU, 1: GPU}
-    own = {0: choice(), 1: choice("0000:5e:00.0")}
-    assert statuses(check_gpus(both, own)) == [OK, OK]
-    (row, _) = check_gpus(both, {0: choice(), 1: choice()})
+    def check(find_spec, driver, count=lambda: 0):
+        monkeypatch.setattr(checks.importlib.util, "find_spec", lambda _: find_spec)
+        monkeypatch.setattr(checks, "_GPU_DEVICES", (driver,))
+        monkeypatch.setattr(binding, "gpu_count", count)
+        return checks.check_gpus()
+
+    def broken():
+        raise ImportError("libcudart.so.12 is missing")
+
+    (row,) = check(None, "/no")
+    assert row == Row(OK, "none (CuPy is not installed)")
+    (row,) = check(None, "/dev/null")
+    assert row.status is WARN
+    assert "there is an NVIDIA driver, but CuPy is not installed" in row.found
+    (row,) = check("cupy", "/no", broken)
     assert row.status is FAIL
-    assert "ranks 0-1 share one" in row.found
-    monkeypatch.setenv("MPIDIST_ALLOW_SHARED_GPU", "1")
-    assert statuses(check_gpus(both, {0: choice(), 1: choice()})) == [WARN, OK]
-    (row,) = check_gpus({0: GPU, 1: NO_GPU}, {0: choice(), 1: None})
-    assert row.status is FAIL
-    assert "rank 1" in row.found
-    nobody = {0: None, 1: None}
-    assert statuses(check_gpus(dict.fromkeys(nobody, NO_GPU), nobody)) == [OK]
-    unused = NO_GPU._replace(has_device=True)
-    assert statuses(check_gpus(dict.fromkeys(nobody, unused), nobody)) == [WARN]
-    broken = NO_GPU._replace(cupy="broken", error="libcudart.so.12 is missing")
-    assert statuses(check_gpus(dict.fromkeys(nobody, broken), nobody)) == [FAIL]
+    assert "libcudart.so.12" in row.found
+    (row,) = check("cupy", "/no")
+    assert row == Row(OK, "none (CuPy sees none)")
+    gpu = binding.GpuIdentity("", "0000:3b:00.0", "ab", "H100", 12040)
+    monkeypatch.setattr(binding, "identify_gpu", lambda *_: gpu)
+    monkeypatch.setattr(binding, "cupy_version", lambda: "14.0")
+    gpus, cuda = check("cupy", "/no", lambda: 2)
+    assert gpus.found == "H100 0000:3b:00.0, H100 0000:3b:00.0"
+    assert cuda == Row(
+        OK, "CuPy 14.0, driver for CUDA 12.4", cuda.remedy, "CUDA", unlike=WARN
+    )
 
 
 @pytest.mark.parametrize(
-    ("asked", "tried", "has_nccl", "status"),
+    ("is_shared", "is_aware", "no_nccl", "forced", "status"),
     [
-        ((True, "yes"), (True, "tried"), False, OK),
-        ((True, "yes"), (False, "it ended by SIGSEGV"), True, WARN),
-        ((False, "no"), None, True, OK),
-        ((False, "no"), None, False, WARN),
-        (None, (True, "tried"), False, OK),
+        (False, True, "no", "", OK),
+        (False, False, "", "", OK),
+        (False, False, "CuPy finds no NCCL", "", WARN),
+        (False, True, "", "1", WARN),
+        (True, True, "", "", WARN),
     ],
 )
-def test_cuda_support(monkeypatch, asked, tried, has_nccl, status):
-    monkeypatch.delenv("MPIDIST_CUDA_AWARE", raising=False)
-    choices = {0: choice(asked=asked, tried=tried), 1: choice(asked=asked, tried=None)}
-    (row,) = check_support(choices, has_nccl)
+def test_gpus_of_a_strategy(monkeypatch, is_shared, is_aware, no_nccl, forced, status):
+    monkeypatch.setenv("MPIDIST_CUDA_AWARE", forced)
+    gpus = GpuFacts(0, (), is_shared, Support(is_aware, "why"), 0, no_nccl)
+    row = check_strategy("2 replicas", gpus)
     assert row.status is status
-    assert tried is None or tried[1] in row.found
-    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
-    is_aware = tried is not None and tried[0]
-    assert statuses(check_support(choices, has_nccl)) == [OK if is_aware else FAIL]
-    assert check_support({0: None, 1: None}, has_nccl) == []
+    assert row.found.startswith("2 replicas")
+    assert is_aware or no_nccl in row.found
+    assert check_strategy("2 replicas", None).status is OK
 
 
 def test_speed():
-    fast = Speed("CPU", 5e-6, 1e-3, "shared", True)
-    assert check_speed(fast, 2).status is OK
-    assert check_speed(fast._replace(latency_seconds=0.01), 2).status is WARN
-    row = check_speed(fast._replace(is_right=False), 2)
+    assert check_speed(2, 5e-6, 1e-3, "shared", True).status is OK
+    assert check_speed(2, 0.01, 1e-3, "shared", True).status is WARN
+    row = check_speed(2, 5e-6, 1e-3, "shared", False)
     assert row.status is FAIL
     assert "WRONG" in row.found
 
 
-def test_a_rank_that_failed_to_look_is_named():
-    well = RankFacts(python(), Failure("no answer in 20 s"), NO_GPU)
-    rows = evaluate(
-        {0: well, 1: well, 2: RankFacts(Failure("x"), Failure("y"), NO_GPU)}, []
-    )
-    found = {row.what: row for row in rows}
-    assert found["Python and packages"].found == "rank 2: x"
-    assert found["h5py"].found == "ranks 0-1: no answer in 20 s; rank 2: y"
-
-
-def test_a_check_that_fails_is_a_row():
-    rows = evaluate({0: RankFacts("nonsense", NO_GPU, NO_GPU)}, [])
-    bad = [row for row in rows if "itself failed" in row.found]
-    assert bad
-    assert all(row.status is FAIL for row in bad)
-
-
-ROWS = st.builds(CheckResult, st.sampled_from(Status), st.text(), st.text(), st.text())
+ROWS = st.builds(Row, st.sampled_from(Status), st.text(), st.text(), st.text())
 
 
 @given(st.lists(ROWS, min_size=1))

@@ -76,7 +76,7 @@ def _assignment(text: str) -> tuple[Setting[Any], Any]:
 
 def _config(given: argparse.Namespace) -> int:
     """Print the settings, and return the exit status."""
-    from mpidist.tools.doctor.node_checks import is_silent
+    from mpidist.tools.doctor.checks import is_silent
 
     if given.markdown:
         print(manual_page(), end="")

@@ -68,6 +68,6 @@ def _doctor(given: argparse.Namespace) -> int:
         from mpidist.tools.doctor.children import serve
 
         serve()
-    from mpidist.tools.doctor.runner import Request, run
+    from mpidist.tools.doctor.runner import run
 
-    return run(Request(tuple(dict.fromkeys(given.paths)), given.seconds, given.json))
+    return run(list(dict.fromkeys(given.paths)), given.seconds, given.json)

@@ -3,8 +3,9 @@
 A file system whose server is down blocks a process for ever, and a broken driver ends
 it. So each such check is a function call in a Python process of its own, started by
 `python -m mpidist doctor --child`, whose stdin is a socket. On that the child receives
-the call, and sends messages `(kind, value)`; the last one is `("result", value)`. Then
-it waits for the socket to be closed, as it may hold locks for that long.
+the call, and sends messages `(kind, value)`: ("step", text) says what it does next, in
+case that it blocks; the last one is ("result", value). Then it waits for the socket to
+be closed, as it may hold locks for that long.
 """
 
 from __future__ import annotations
@@ -23,14 +24,21 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from mpidist.tools.doctor.results import Failure, describe_error
+from mpidist.tools.doctor.rows import Failure, describe_error
 
-__all__ = ["Channel", "Child", "cleanups", "end_with_parent", "run_checks", "serve"]
+__all__ = [
+    "Child",
+    "cleanups",
+    "end_with_parent",
+    "receive",
+    "run_checks",
+    "send",
+    "serve",
+]
 
-Channel = Connection  # of messages `(kind, value)`
-
-# What a check has to undo when its process ends; used in the child
+# In a child: what the check has to undo at the end, and its socket
 cleanups = contextlib.ExitStack()
+_socket: Connection[Any, Any] | None = None
 _END_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 # A check may compute for so many times as long as it may be blocked
@@ -45,8 +53,8 @@ class Child:
     Args:
       function: of a module; it is pickled by name.
       arguments: of the function.
-      is_rank: whether the child starts MPI in this process's place. Then it inherits
-        the launcher's descriptors, and gets its Channel as first argument.
+      is_rank: whether the child starts MPI in this process's place, for which it
+        inherits the launcher's descriptors.
 
     What the child writes to stdout or stderr is relayed to stderr.
     """
@@ -55,12 +63,11 @@ class Child:
         self, function: Callable[..., Any], *arguments: Any, is_rank: bool = False
     ):
         self._connection, theirs = Pipe()
-        environ = dict(os.environ)
-        if not is_rank:  # libraries that load MPI must not start it
-            environ["MPI4PY_RC_INITIALIZE"] = "false"
+        # Libraries that load MPI must not start it
+        others = {} if is_rank else {"MPI4PY_RC_INITIALIZE": "false"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mpidist", "doctor", "--child"],
-            env=environ,
+            env={**os.environ, **others},
             stdin=theirs.fileno(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -70,6 +77,7 @@ class Child:
         theirs.close()
         self._started = time.monotonic()
         self._has_answered = False
+        self._step = ""
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._relay = threading.Thread(target=self._relay_lines, daemon=True)
         self._relay.start()
@@ -80,7 +88,13 @@ class Child:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """Let the child end if it has answered, else kill its process group."""
+        self._connection.close()
+        if not self._has_answered or not self._has_ended():
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        if self._has_ended():
+            self._relay.join(_END_SECONDS)
 
     def send(self, message: Any) -> None:
         """Send a message, unless the child has ended, which `receive` reports."""
@@ -113,29 +127,22 @@ class Child:
           seconds: since the start of the child.
         """
         while True:
-            left = self._seconds_left(seconds)
+            computed, queued = _scheduled(self._process.pid)
+            end = self._started + seconds + computed + queued
+            left = end - time.monotonic()
+            if computed > _COMPUTING_TIMES * seconds:
+                left = 0.0
             try:
-                return self.receive(min(left, _POLL_SECONDS))[1]
+                kind, value = self.receive(min(left, _POLL_SECONDS))
             except EOFError as error:
                 return Failure(str(error))
             except TimeoutError:
                 if left <= 0:
-                    return Failure(f"no answer in {seconds:.3g} s")
-
-    def _seconds_left(self, seconds: float) -> float:
-        computed, queued = _scheduled(self._process.pid)
-        if computed > _COMPUTING_TIMES * seconds:
-            return 0.0
-        return self._started + seconds + computed + queued - time.monotonic()
-
-    def close(self) -> None:
-        """Let the child end if it has answered, else kill its process group."""
-        self._connection.close()
-        if not self._has_answered or not self._has_ended():
-            with contextlib.suppress(OSError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        if self._has_ended():
-            self._relay.join(_END_SECONDS)
+                    return Failure(f"no answer in {seconds:.3g} s{self._step}")
+            else:
+                if kind == "result":
+                    return value
+                self._step = f", {value}"
 
     def _has_ended(self) -> bool:
         """Wait a moment for the end; a child that is blocked in the kernel has none."""
@@ -197,33 +204,46 @@ def end_with_parent(number: int) -> None:
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, number)
 
 
+def send(kind: str, value: Any) -> None:
+    """Send a message to the parent of this child."""
+    if _socket is not None:
+        _socket.send((kind, value))
+
+
+def receive() -> Any:
+    """Return the next message of this child's parent."""
+    assert _socket is not None
+    return _socket.recv()
+
+
 def serve() -> NoReturn:
     """Receive a call, run it, and send its result: the main program of a child."""
+    global _socket
     try:
         # Keep stdin for messages, and what libraries print out of them
-        channel: Channel[Any, Any] = Connection(os.dup(0))
+        _socket = Connection(os.dup(0))
         with open(os.devnull) as nothing:
             os.dup2(nothing.fileno(), 0)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         end_with_parent(signal.SIGTERM)
-        parent, is_rank = channel.recv()
+        parent, is_rank = receive()
         if is_rank:  # MPI may handle other signals
             end_with_parent(signal.SIGKILL)
         if os.getppid() == parent:
-            channel.send(("result", _call(channel, is_rank)))
-            # The parent's end closes the channel, and must not interrupt the clean-up
+            send("result", _call())
+            # The parent's end closes the socket, and must not interrupt the clean-up
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            channel.recv()
+            receive()
     except (EOFError, OSError, KeyboardInterrupt):
         cleanups.close()
     finally:
         os._exit(0)
 
 
-def _call(channel: Channel[Any, Any], is_rank: bool) -> Any:
+def _call() -> Any:
     """Receive a call, whose modules are imported by that, and return its result."""
     try:
-        function, arguments = channel.recv()
-        return function(*([channel] if is_rank else []), *arguments)
+        function, arguments = receive()
+        return function(*arguments)
     except Exception as error:
         return Failure(describe_error(error))
