@@ -58,7 +58,6 @@ __all__ = [
     "check_launcher",
     "check_memory",
     "check_nodes",
-    "check_python",
     "check_thread_level",
     "check_threads",
     "check_variables",
@@ -105,7 +104,7 @@ _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS
 _SHOWN_NODES = 8
 
 
-def check_python() -> list[Row]:
+def _check_python() -> list[Row]:
     """Return rows on what should be one installation."""
     version = platform.python_version()
     # Python is compatible within a minor version, so the patch number may differ
@@ -184,6 +183,7 @@ def _describe_gpus(gpus: Sequence[Any], cupy: str) -> list[Row]:
 
 # Each runs in a child process, as a package or driver may crash or block
 LOCAL_CHECKS: dict[str, tuple[Any, ...]] = {
+    "Python": (_check_python,),
     **{name: (_check_package, name) for name in NEEDED},
     "h5py's HDF5": (_check_hdf5,),
     "GPUs": (check_gpus,),

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -171,18 +171,18 @@ class Child:
                     self._lines.append(text)
 
 
-def run_checks(calls: Sequence[tuple[Any, ...] | None], seconds: float) -> list[Any]:
+def run_checks(calls: Iterable[tuple[Any, ...]], seconds: float) -> list[Any]:
     """Run checks at the same time, each in a child process.
 
     Args:
-      calls: function and arguments of each check; None for no check.
+      calls: function and arguments of each check.
       seconds: how long each may be blocked.
 
-    Returns: what each function returned, or a Failure; None for no check.
+    Returns: what each function returned, or a Failure.
     """
     with contextlib.ExitStack() as children:
-        started = [call and children.enter_context(Child(*call)) for call in calls]
-        return [child.result(seconds) if child else None for child in started]
+        started = [children.enter_context(Child(*call)) for call in calls]
+        return [child.result(seconds) for child in started]
 
 
 def _scheduled(pid: int) -> tuple[float, float]:

@@ -27,11 +27,11 @@ from mpidist.tools.doctor.children import end_with_parent, receive, send
 from mpidist.tools.doctor.paths import try_alone, try_locks, try_paths
 from mpidist.tools.doctor.rows import FAIL, OK, WARN, Row, as_rows, describe_error
 from mpidist.util.available_memory import as_text
-from mpidist.util.settings import ALLOW_SHARED_GPU, CUDA_AWARE
+from mpidist.util.settings import CUDA_AWARE
 
 __all__ = ["check_speed", "check_strategy", "examine_ranks"]
 
-_PROBE_SECONDS = 130.0  # programs that try GPUs have limits of their own
+_PROBE_SECONDS = 130.0  # programs that try a GPU have limits of their own
 _MARGIN_SECONDS = 10.0
 _LARGE_BYTES = 4 << 20
 _LATENCIES, _BANDWIDTHS, _WARM_UP = 200, 10, 3
@@ -191,7 +191,9 @@ class _Job:
 
     def _try_strategy(self, devices: list[str] | None) -> str:
         """Report on a strategy and its speed; return the kind of its device."""
-        self._announce("creating a strategy", self._seconds + _PROBE_SECONDS)
+        has_gpu = any(row.what == "CUDA" for row in self._rows)
+        limit = self._seconds + _PROBE_SECONDS * has_gpu
+        self._announce("creating a strategy", limit)
         try:
             group = ReplicaGroup(devices, None, self._comm, GpuRequest())
         except Exception as error:
@@ -249,9 +251,6 @@ def check_strategy(found: str, gpus: GpuFacts | None) -> Row:
         return row
     if CUDA_AWARE.read_or_default():
         remedy = f"unset {CUDA_AWARE.name}, or ranks crash if MPI takes no GPU pointers"
-        return row._replace(status=WARN, remedy=remedy)
-    if gpus.is_shared:
-        remedy = f"start one rank per GPU, or ignore this: {ALLOW_SHARED_GPU.name}=1"
         return row._replace(status=WARN, remedy=remedy)
     if not gpus.support.is_aware and gpus.no_nccl:
         remedy = "arrays go through host memory; use a CUDA-aware MPI, or install NCCL"

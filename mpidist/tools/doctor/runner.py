@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -105,10 +105,7 @@ class _Runner:
           children: for the child that is a rank, which outlives this call: some
             launchers end the job when a rank ends.
         """
-        results = run_checks([*checks.LOCAL_CHECKS.values()], self._seconds)
-        rows = checks.check_python()
-        for what, result in zip(checks.LOCAL_CHECKS, results, strict=True):
-            rows += as_rows(what, result)
+        rows = self._run_checks(checks.LOCAL_CHECKS)
         facts = {0: checks.find_facts(os.environ)}
         self._rows = checks.evaluate({0: rows}, facts)
         self._stage = _STARTING
@@ -128,10 +125,15 @@ class _Runner:
                 self.fail(str(error))
                 is_job_ending = "PMIX_RANK" in os.environ  # Open MPI's mpirun ends it
         if self._stage == _STARTING and self._prints() and not is_job_ending:
-            self._rows += checks.check_memory(1)
+            self._rows += self._run_checks({"memory": (checks.check_memory, 1)})
             self._stage = "trying paths"
             self._rows += try_alone(self._paths, self._seconds)
         return status
+
+    def _run_checks(self, calls: Mapping[str, tuple[Any, ...]]) -> list[Row]:
+        results = run_checks(calls.values(), self._seconds)
+        named = zip(calls, results, strict=True)
+        return [row for what, result in named for row in as_rows(what, result)]
 
     def _follow(self, child: Child) -> int | None:
         """Receive the reports of a rank; return the status that the ranks agreed on.
