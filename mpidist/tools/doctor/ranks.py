@@ -18,7 +18,7 @@ from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.device_info import GpuFacts, GpuRequest
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.comm.topology import Topology
-from mpidist.comm.transports.tuning_file import short_name
+from mpidist.comm.transports.tuning import short_name
 from mpidist.device import arrays
 from mpidist.errors import LaunchError
 from mpidist.launch.launchers import check_launch
