@@ -56,7 +56,7 @@ from mpidist.errors import CollectiveError, ContextError, DeadlineError, Mpidist
 from mpidist.util.forks import FORKED, call_in_child
 from mpidist.util.tracebacks import fold
 
-__all__ = ["FINALIZED", "Consensus"]
+__all__ = ["FINALIZED", "Consensus", "broadcast_bytes"]
 
 
 FINALIZED = "the strategy was finalized and cannot be used any more"
@@ -509,7 +509,7 @@ class Consensus:
             self.require_same(call, error)
             if self.size > 1:
                 given = self.comm, payload, root
-                payload = _broadcast(*given, self.wait, operation)
+                payload = broadcast_bytes(*given, self.wait, operation)
         return pickle.loads(payload)  # type: ignore[no-any-return]
 
     def gather(self, operation: str, value: T) -> list[T]:
@@ -519,7 +519,7 @@ class Consensus:
             self.require_same(CallSignature(operation))
             if self.size == 1:
                 return [value]
-            everyone = _all_gather(self.comm, payload, self.wait, operation)
+            everyone = _all_gather_bytes(self.comm, payload, self.wait, operation)
         return [pickle.loads(data) for data in everyone]
 
     def wait(self, request: Requests, deadline: float | None, operation: str) -> None:
@@ -566,7 +566,7 @@ class Consensus:
         others = self.lock.others()
         record = diagnostics.report_of(proposal, counts, self.rank, depth, others)
         given = self.comm, pickle.dumps(record), self.wait, proposal.call.operation
-        records = list(map(pickle.loads, _all_gather(*given)))
+        records = list(map(pickle.loads, _all_gather_bytes(*given)))
         self.by_threads = ()
         if any(r.thread != records[0].thread for r in records):
             first = diagnostics.first_thread(records)
@@ -599,7 +599,7 @@ call_in_child(_disown)
 Wait = Callable[[MPI.Request, None, str], None]
 
 
-def _broadcast(
+def broadcast_bytes(
     comm: MPI.Intracomm, data: bytes, root: int, wait: Wait, operation: str
 ) -> Any:
     """Return the bytes of rank `root`, as an array, for an operation. Collective."""
@@ -611,7 +611,7 @@ def _broadcast(
     return received
 
 
-def _all_gather(
+def _all_gather_bytes(
     comm: MPI.Intracomm, data: bytes, wait: Wait, operation: str
 ) -> list[Any]:
     """Return the bytes of all ranks, as arrays, for an operation. Collective."""

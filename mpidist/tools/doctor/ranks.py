@@ -13,8 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist.comm.banner import banner
-from mpidist.comm.consensus import messages
-from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.consensus import Consensus, broadcast_bytes
 from mpidist.comm.device_info import GpuFacts, GpuRequest
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.comm.topology import Topology
@@ -130,7 +129,7 @@ class _Job:
     def _broadcast(self, what: str, value: Any, seconds: float) -> Any:
         """Return rank 0's value. Collective."""
         deadline = time.monotonic() + seconds
-        data = messages.broadcast(
+        data = broadcast_bytes(
             self._comm,
             pickle.dumps(value),
             0,
