@@ -20,6 +20,7 @@ from mpi4py import MPI
 from mpidist.comm import arithmetic, packing
 from mpidist.comm.consensus.tags import Tag
 from mpidist.comm.consensus.waiting import abandon
+from mpidist.comm.transports.base import MESSAGE_BYTES, MOST_RANKS
 
 __all__ = [
     "MESSAGE_BYTES",
@@ -30,11 +31,6 @@ __all__ = [
     "pieces_of",
 ]
 
-# With more ranks there are too many messages: MPI has algorithms with log(ranks) steps
-MOST_RANKS = 16
-# For longer messages MPI uses a rendezvous, and ranks that share cores answer slowly:
-# over Ethernet, 4 nodes of 2 ranks on 2 cores take a third of the time
-MESSAGE_BYTES = 32 << 10
 Wait = Callable[[list[MPI.Request]], None]
 
 

@@ -1,6 +1,6 @@
-"""The tuning file: the fastest transports, as measured by `mpidist tune`.
+"""Tables of the fastest transports by size: defaults, and files of `mpidist tune`.
 
-It holds a table for each layout of a job. Needs no MPI.
+A file holds a table for each layout of a job. Needs no MPI.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpidist.comm.transports.base import Transport
-from mpidist.comm.transports.blocks import MESSAGE_BYTES, MOST_RANKS
+from mpidist.comm.transports.base import MESSAGE_BYTES, MOST_RANKS, Transport
 from mpidist.errors import LaunchError
 from mpidist.util import logs
 from mpidist.util.files import read_regular, replace_file, user_directory
