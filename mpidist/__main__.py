@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mpidist.tools.cli.main import main
+from mpidist.tools.cli import main
 
 __all__ = ["main"]
 

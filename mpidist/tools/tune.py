@@ -81,8 +81,8 @@ def tune(path: Path, largest_bytes: int, repetitions: int) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "host": platform.node(),
         "sizes_bytes": sizes,
-        "seconds": _each(timings, lambda timing: timing.seconds),
-        "noise_seconds": _each(timings, lambda timing: timing.noise_seconds),
+        "seconds": _each(timings, "seconds"),
+        "noise_seconds": _each(timings, "noise_seconds"),
     }
     layout = group.layout
     group.consensus.root_only("tune", lambda: write_table(path, layout, table, note))
@@ -91,12 +91,11 @@ def tune(path: Path, largest_bytes: int, repetitions: int) -> dict[str, Any]:
 
 
 def _each(
-    timings: Mapping[str, Mapping[str, Sequence[Timing]]],
-    get: Callable[[Timing], float],
+    timings: Mapping[str, Mapping[str, Sequence[Timing]]], name: str
 ) -> dict[str, dict[str, list[float]]]:
     """Return one number of each timing."""
     return {
-        method: {name: [get(t) for t in measured] for name, measured in of.items()}
+        method: {key: [getattr(t, name) for t in times] for key, times in of.items()}
         for method, of in timings.items()
     }
 
@@ -108,6 +107,7 @@ def _measure(
 
     They are the same on all ranks.
     """
+    comm = group.topology.comm
     used = {name for _, name in group.collectives.transports.table[method]}
     transports = {
         name: transport
@@ -120,67 +120,52 @@ def _measure(
             name: _call(group, transport, method, size)
             for name, transport in transports.items()
         }
-        loops = _agree_on_loops(group, list(calls.values()))
+        # Warm up, which says how many calls to time at once
+        slowest = max(_time(comm, call, 3) for call in calls.values())
+        loops = max(1, min(1000, int(_LOOP_SECONDS / slowest)))
         times: dict[str, list[float]] = {name: [] for name in transports}
         for _, (name, call) in itertools.product(range(repetitions), calls.items()):
-            times[name].append(_time(group.topology.comm, call, loops))
+            times[name].append(_time(comm, call, loops))
         for name, measured in times.items():
             low, middle, high = np.quantile(measured, [0.25, 0.5, 0.75]).tolist()
             timings[name].append(Timing(middle, (high - low) / 2))
     return timings
 
 
-def _call(
-    group: ReplicaGroup, transport: Transport, method: str, size: int
-) -> Callable[[], None]:
+class _Call(NamedTuple):
+    """A call to measure, and the array of its result."""
+
+    run: Callable[[], None]
+    result: Any
+
+
+def _call(group: ReplicaGroup, transport: Transport, method: str, size: int) -> _Call:
+    def ones(count: int) -> Any:
+        array = group.zeros((count,), np.dtype(np.float64))
+        array += 1  # unwritten zeros may all map to one page of memory
+        return array
+
     count, ranks = max(1, size // 8), group.num_replicas
     if method == "broadcast":
-        buffer = _ones(group, count)
-        return _synchronized(lambda: transport.broadcast(buffer, 0, None), buffer)
+        buffer = ones(count)
+        return _Call(lambda: transport.broadcast(buffer, 0, None), buffer)
     if method == "allreduce":
-        send, receive = _ones(group, count), _ones(group, count)
-        return _synchronized(
-            lambda: transport.allreduce_sum(send, receive, None), receive
-        )
+        send, receive = ones(count), ones(count)
+        return _Call(lambda: transport.allreduce_sum(send, receive, None), receive)
     counts = [max(1, count // ranks)] * ranks
-    part, gathered = _ones(group, counts[0]), _ones(group, sum(counts))
-    return _synchronized(
-        lambda: transport.allgatherv(part, gathered, counts, None), gathered
-    )
+    part, gathered = ones(counts[0]), ones(sum(counts))
+    return _Call(lambda: transport.allgatherv(part, gathered, counts, None), gathered)
 
 
-def _synchronized(call: Callable[[], None], result: Any) -> Callable[[], None]:
-    """Return a call that also waits for the GPU of the result, if there is one."""
-    if not arrays.is_device_array(result):
-        return call
-
-    def synchronized() -> None:
-        call()
-        arrays.synchronize(result)
-
-    return synchronized
-
-
-def _ones(group: ReplicaGroup, count: int) -> Any:
-    """Return a written array: unwritten zeros may all map to one page of memory."""
-    ones = group.zeros((count,), np.dtype(np.float64))
-    ones += 1
-    return ones
-
-
-def _agree_on_loops(group: ReplicaGroup, calls: Sequence[Callable[[], None]]) -> int:
-    """Warm up, and return how many calls to time at once. Collective."""
-    comm = group.topology.comm
-    slowest = max(_time(comm, call, 3) for call in calls)
-    return max(1, min(1000, int(_LOOP_SECONDS / slowest)))
-
-
-def _time(comm: MPI.Intracomm, call: Callable[[], None], loops: int) -> float:
+def _time(comm: MPI.Intracomm, call: _Call, loops: int) -> float:
     """Return the seconds of one call on the slowest rank. Collective."""
+    is_device = arrays.is_device_array(call.result)
     comm.Barrier()
     start = time.perf_counter()
     for _ in range(loops):
-        call()
+        call.run()
+        if is_device:
+            arrays.synchronize(call.result)
     own = (time.perf_counter() - start) / loops
     slowest: float = comm.allreduce(own, MPI.MAX)
     return slowest
@@ -242,32 +227,35 @@ def is_clear(faster: Timing, slower: Timing) -> bool:
     return slower.seconds - faster.seconds > max(noise, _LEAST_GAIN * slower.seconds)
 
 
-def describe(found: Mapping[str, Any]) -> list[str]:
-    """Return lines that show times, noise, what is used, and what that gains.
+def describe(result: Mapping[str, Any], path: Path) -> list[str]:
+    """Return lines that show times, noise, what is used, what that gains, and where.
 
     Args:
-      found: what `tune` returned.
+      result: what `tune` returned.
+      path: of the file of tables.
     """
-    lines = []
-    for method in _METHODS:
-        timings, former = found["timings"][method], found["former"][method]
-        names = list(timings)
-        titles = "".join(f"{name:>20}" for name in names)
+    lines, sizes = (
+        ["microseconds of a call, by size of the result"],
+        result["sizes_bytes"],
+    )
+    for method, timings in result["timings"].items():
+        titles = "".join(f"{name:>20}" for name in timings)
         lines.append(f"{method:>12}{titles}   used, gain")
-        for j, size in enumerate(found["sizes_bytes"]):
-            at_size = {name: timings[name][j] for name in names}
+        for j, size in enumerate(sizes):
+            at_size = {name: measured[j] for name, measured in timings.items()}
             cells = "".join(
-                f"{1e6 * t.seconds:>12.2f} +-{_percent(t):3.0f} %"
+                f"{1e6 * t.seconds:>12.2f} +-{100 * t.noise_seconds / t.seconds:3.0f} %"
                 for t in at_size.values()
             )
-            name, old = name_at(found["table"][method], size), name_at(former, size)
+            rows = result["table"][method], result["former"][method]
+            name, old = (name_at(each, size) for each in rows)
             gain = ""
             if name != old and old in at_size:
                 ratio = at_size[old].seconds / at_size[name].seconds
                 gain = f", {ratio:.2f} times as fast as {old}"
             lines.append(f"{as_text(size):>12}{cells}   {name}{gain}")
+    lines.append(f"{path}: {result['layout']}")
+    for method, table in result["table"].items():
+        text = ", ".join(f"from {edge:,} bytes {name}" for edge, name in table)
+        lines.append(f"{method}: {text}")
     return lines
-
-
-def _percent(timing: Timing) -> float:
-    return 100 * timing.noise_seconds / timing.seconds

@@ -21,7 +21,7 @@ import mpidist
 from mpidist.__main__ import main
 from mpidist.comm.transports.tuning import METHODS, Layout, write_table
 from mpidist.launch import commands
-from mpidist.tools.cli.main import COMMANDS, make_parser
+from mpidist.tools.cli import make_parser
 from mpidist.util.settings import SETTINGS
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,6 @@ NAMES = names_of_commands()
 
 def test_the_commands_are_there():
     assert {"run", "doctor", "plan", "tune", "diff", "config", "version"} <= set(NAMES)
-    assert len(COMMANDS) == len(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -52,18 +51,15 @@ def test_each_has_an_example_that_is_one(name, capsys):
         main([name, "--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    _, _, example = text.partition("Example:\n")
-    examples = NAMES[name].get_default("examples")
-    assert examples
-    for line in examples:
-        assert line in example
+    examples = re.search(r"^Example:\n((?:  .*\n)+)", text, re.M)[1]
+    for line in examples.splitlines():
         program, *words = shlex.split(line)
         assert program == "mpidist"
         given = make_parser().parse_args(words)
         if words[:1] == ["run"] and "mpidist" in words:
             assert given.module[0] == "mpidist"
             given = make_parser().parse_args(given.module[1:])
-            assert given.examples == examples
+            assert given.run is NAMES[name].get_default("run")
 
 
 @pytest.fixture

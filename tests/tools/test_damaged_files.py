@@ -11,7 +11,7 @@ import random
 import pytest
 
 from mpidist.comm.transports.tuning import METHODS, Layout, write_table
-from mpidist.tools.cli.main import main
+from mpidist.tools.cli import main
 
 JOB = """
 import os

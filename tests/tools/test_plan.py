@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import h5py
@@ -24,10 +26,9 @@ from mpidist.data.hdf5 import rows as hdf5_parts
 from mpidist.data.hdf5.files import RawFile
 from mpidist.data.hdf5.index import choose_datasets, index_file
 from mpidist.launch import commands
-from mpidist.tools.plan import reads as plan_reads
-from mpidist.tools.plan.input_plan import make_plan
-from mpidist.tools.plan.parts import Request
-from mpidist.tools.plan.text import notes_on, to_json, to_text
+from mpidist.tools import plan as plans
+from mpidist.tools.plan import Request, make_plan, to_json, to_text
+from mpidist.util.available_memory import as_text
 
 LIBRARY = Path(mpidist.__file__).parents[1]
 GZIP = Recipe((8, 2), ("shuffle", "gzip"), limits=(None, None))
@@ -63,16 +64,15 @@ def plan_of(files, batch_size, ranks, **options):
     return make_plan(Request(tuple(map(str, paths)), batch_size, ranks, **options))
 
 
+def notes_of(*arguments, **options):
+    return plan_of(*arguments, **options).notes
+
+
 def by_rank(plan):
     """Return the group of each rank."""
-    found = {
-        rank: group
-        for group in plan.groups
-        for first, last in group.ranks
-        for rank in range(first, last + 1)
-    }
-    assert sorted(found) == list(range(plan.request.ranks))
-    return [found[rank] for rank in sorted(found)]
+    groups = [group for group in plan.groups for _ in range(group.count)]
+    assert len(groups) == plan.request.ranks
+    return groups
 
 
 class Observed(collections.Counter):
@@ -135,10 +135,10 @@ def test_a_job_reads_what_the_plan_says(
 ):
     keep(monkeypatch, kept_bytes)
     paths = files([23, 40, 0, 17, 9], LAYOUTS[layout])
-    shuffled = {"is_shuffled": order != "in order", **ORDERS[order]}
-    if shuffled["is_shuffled"]:
+    shuffled = {"shuffle": order != "in order", **ORDERS[order]}
+    if shuffled["shuffle"]:
         shuffled["seed"] = 5
-    options = {"policy": AutoShardPolicy[policy], **shuffled}
+    options = {"policy": policy.lower(), **shuffled}
     plan = plan_of(paths, 10, comm.size, **options)
 
     observed = Observed(monkeypatch)
@@ -149,9 +149,8 @@ def test_a_job_reads_what_the_plan_says(
     divided = strategy.experimental_distribute_dataset(dataset)
     sizes = [len(strategy.experimental_local_results(y)[0]) for _, y in divided]
 
-    assert plan.reads.is_exact
-    assert plan.reads.are_files_counted
-    assert len(sizes) == plan.steps.steps
+    assert plan.counted_ranks == comm.size
+    assert len(sizes) == plan.steps
     mine = by_rank(plan)[comm.rank]
     assert mine.rows == sum(sizes)
     assert mine.rows_in_last_step == sizes[-1]
@@ -159,11 +158,11 @@ def test_a_job_reads_what_the_plan_says(
     assert mine.rows_per_step == sizes[0]
     everyone = comm.allgather((sum(sizes), observed["bytes"], observed["chunks"]))
     rows, read_bytes, chunks = zip(*everyone)
-    assert plan.steps.mean_rows == np.mean(rows)
-    assert plan.steps.imbalance == pytest.approx(max(rows) / np.mean(rows) - 1)
-    assert plan.reads.decoded_chunks == sum(chunks)
+    assert plan.mean_rows == np.mean(rows)
+    assert plan.imbalance == pytest.approx(max(rows) / np.mean(rows) - 1)
+    assert plan.decoded_chunks == sum(chunks)
     if layout != "lzf":  # what HDF5 itself reads is not observed
-        assert plan.reads.read_bytes == sum(read_bytes)
+        assert plan.read_bytes == sum(read_bytes)
 
 
 def test_each_rank_of_a_group_of_one_reads_what_the_plan_says(
@@ -172,15 +171,15 @@ def test_each_rank_of_a_group_of_one_reads_what_the_plan_says(
     """Files of unlike sizes make as many groups as ranks."""
     paths = files(range(11, 11 + 3 * comm.size, 3), GZIP)
     options = Options(AutoShardPolicy.FILE)
-    plan = plan_of(paths, 4 * comm.size, comm.size, policy=AutoShardPolicy.FILE)
+    plan = plan_of(paths, 4 * comm.size, comm.size, policy="file")
     observed = Observed(monkeypatch)
     dataset = Dataset.from_hdf5(paths, ("x", "y")).batch(4 * comm.size)
     divided = strategy.experimental_distribute_dataset(dataset.with_options(options))
-    assert len(list(divided)) == plan.steps.steps
+    assert len(list(divided)) == plan.steps
     mine = by_rank(plan)[comm.rank]
     assert (mine.count, mine.files) == (1, 1)
     assert mine.read_bytes == observed["bytes"]
-    assert mine.decoded_chunks == observed["chunks"]
+    assert plan.decoded_chunks == comm.allreduce(observed["chunks"])
 
 
 @pytest.mark.parametrize("layout", ["gzip", "contiguous"])
@@ -191,9 +190,9 @@ def test_drop_remainder_and_several_epochs(strategy, comm, files, monkeypatch, l
     observed = Observed(monkeypatch)
     dataset = Dataset.from_hdf5(paths, ("x", "y")).batch(8, drop_remainder=True)
     divided = strategy.experimental_distribute_dataset(dataset)
-    assert len(list(divided)) == plan.steps.steps == 10
-    assert plan.steps.dropped_rows == 3
-    assert comm.allreduce(observed["bytes"]) == plan.reads.read_bytes
+    assert len(list(divided)) == plan.steps == 10
+    assert plan.dropped_rows == 3
+    assert comm.allreduce(observed["bytes"]) == plan.read_bytes
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 64, 4096])
@@ -201,11 +200,11 @@ def test_drop_remainder_and_several_epochs(strategy, comm, files, monkeypatch, l
 @pytest.mark.parametrize("batch_size", [1, 7, 250, 4096, 10_000])
 def test_rows_of_many_ranks(tmp_path, ranks, policy, batch_size):
     path = write(tmp_path / "a.h5", 1000)
-    plan = plan_of(path, batch_size, ranks, policy=AutoShardPolicy[policy])
+    plan = plan_of(path, batch_size, ranks, policy=policy.lower())
     groups = by_rank(plan)
     every = 1000 * (ranks if policy == "OFF" else 1)
     assert sum(group.rows for group in groups) == every
-    assert plan.steps.mean_rows == every / ranks
+    assert plan.mean_rows == every / ranks
     if policy == "DATA":
         for rank in {0, ranks // 2, ranks - 1}:
             parts = [
@@ -222,12 +221,12 @@ def test_rows_of_many_ranks(tmp_path, ranks, policy, batch_size):
 
 def test_many_unlike_ranks_share_lines(tmp_path):
     paths = [write(tmp_path / f"{i:02}.h5", 20 + i) for i in range(32)]
-    plan = plan_of(paths, 64, 32, policy=AutoShardPolicy.FILE)
+    plan = plan_of(paths, 64, 32, policy="file")
     assert len(plan.groups) == 32
-    assert plan.steps.imbalance == pytest.approx(51 / 35.5 - 1)
+    assert plan.imbalance == pytest.approx(51 / 35.5 - 1)
     text = to_text(plan)
     assert len(text.splitlines()) < 30
-    assert re.search(r"^4 ranks +20\.\.23 +2 ", text, re.MULTILINE)
+    assert re.search(r"^0-3 +20\.\.23 +2 ", text, re.MULTILINE)
     assert "the files have 20 to 51 rows: one rank has 43.7% more rows" in text
 
 
@@ -236,26 +235,26 @@ def test_many_unlike_ranks_share_lines(tmp_path):
     ("layout", "options"),
     [
         ({}, {}),
-        ({}, {"is_shuffled": True}),
+        ({}, {"shuffle": True}),
         ({"chunks": (10**6, 4)}, {}),
         ({"chunks": (10**6, 4), "compression": "gzip"}, {}),
-        ({"chunks": (10**5, 4), "compression": "gzip"}, {"is_shuffled": True}),
+        ({"chunks": (10**5, 4), "compression": "gzip"}, {"shuffle": True}),
         (
             {"chunks": (10**5, 4), "compression": "gzip"},
-            {"policy": AutoShardPolicy.OFF},
+            {"policy": "off"},
         ),
     ],
 )
-def test_ten_milliard_rows_and_4096_ranks(tmp_path, layout, options):
+def test_ten_milliard_rows_and_4096_ranks(tmp_path, monkeypatch, layout, options):
+    monkeypatch.setattr(plans, "_COUNTING_SECONDS", -1)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", (10**10, 4), "f4", **layout)
     plan = plan_of(tmp_path / "a.h5", 1 << 17, 4096, datasets=("x",), **options)
-    assert plan.source.memory_bytes == 16 * 10**10
-    assert not plan.reads.is_exact
-    assert plan.reads.read_bytes is None
-    text = " ".join(to_text(plan).split())
-    assert "reads: not estimated: bytes read" in text
-    assert json.loads(to_json(plan))["reads"]["read_bytes"] is None
+    assert plan.memory_bytes == 16 * 10**10
+    assert plan.counted_ranks == 0
+    assert plan.read_bytes is plan.decoded_chunks is None
+    assert "reads: not estimated, as the epoch is too long" in to_text(plan)
+    assert json.loads(to_json(plan))["read_bytes"] is None
     if "policy" not in options:
         assert sum(group.rows * group.count for group in plan.groups) == 10**10
 
@@ -286,96 +285,97 @@ def long_file(tmp_path_factory):
 def test_a_sample_of_ranks_gives_an_estimate(monkeypatch, long_file, batch_size, order):
     """With more time: no estimate, then one from some ranks, then exact counts."""
     keep(monkeypatch, 1 << 16)
-    options = {"is_shuffled": order != "in order", **ORDERS[order]}
-    plans = []
-    while not plans or not plans[-1].reads.is_exact:
-        monkeypatch.setattr(plan_reads, "_BUDGET_ROWS", 2.0 ** (13 + len(plans)))
-        plans.append(plan_of(long_file, batch_size, 9, ranks_per_node=3, **options))
-    *estimates, exact = plans
-    assert [plan.reads.counted_ranks for plan in plans] == sorted(
-        plan.reads.counted_ranks for plan in plans
-    )
-    first, last = estimates[0], estimates[-1]
-    for part in (first.reads, first.groups[0], first.node):
-        assert part.read_bytes is None
+    options = {"shuffle": order != "in order", **ORDERS[order]}
+    found = []
+    while not found or found[-1].counted_ranks < 9:
+        # Each look at the clock takes a second
+        clock = types.SimpleNamespace(monotonic=itertools.count().__next__)
+        monkeypatch.setattr(plans, "time", clock)
+        monkeypatch.setattr(plans, "_COUNTING_SECONDS", 2 ** len(found) - 1)
+        found.append(plan_of(long_file, batch_size, 9, ranks_per_node=3, **options))
+    first, last, exact = found[0], found[-2], found[-1]
+    counted = [plan.counted_ranks for plan in found]
+    assert counted == sorted(counted)
+    assert counted[0] == 0
+    assert 0 < counted[-2] < 9
+    assert first.read_bytes is first.groups[0].read_bytes is None
     text = " ".join(to_text(first).split())
-    chunks = exact.source.chunks
-    assert f"not estimated: bytes read, and how often {chunks} chunks" in text
-    assert notes_on(first) == [n for n in notes_on(exact) if "decoded" not in n]
-    assert last.reads.counted_ranks == 4
-    assert "estimated from 4 of 9 ranks" in " ".join(to_text(last).split())
-    assert "~" in to_text(last)
-    assert last.reads.read_bytes == pytest.approx(exact.reads.read_bytes, rel=0.1)
-    assert all(plan.steps == exact.steps for plan in plans)
+    assert (
+        f"not estimated, as the epoch is too long to count them; {exact.chunks}" in text
+    )
+    assert first.notes == [n for n in exact.notes if "decoded" not in n]
+    text = " ".join(to_text(last).split())
+    assert f"estimated from {counted[-2]} of 9 ranks" in text
+    assert "~" in text
+    assert last.read_bytes == pytest.approx(exact.read_bytes, rel=0.1)
+    assert last.decoded_chunks == pytest.approx(exact.decoded_chunks, rel=0.1)
+    assert all(plan.steps == exact.steps for plan in found)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_rows_are_exact_where_reads_are_not_estimated(tmp_path, monkeypatch, order):
     paths = [write(tmp_path / f"{i}.h5", n) for i, n in enumerate([700, 0, 3, 90])]
-    monkeypatch.setattr(plan_reads, "_BUDGET_ROWS", 1)
-    options = {"is_shuffled": order != "in order", **ORDERS[order]}
-    options["policy"] = AutoShardPolicy.FILE
+    monkeypatch.setattr(plans, "_COUNTING_SECONDS", -1)
+    options = {"shuffle": order != "in order", **ORDERS[order]}
+    options["policy"] = "file"
     for drop_remainder in (False, True):
         plan = plan_of(paths, 16, 4, drop_remainder=drop_remainder, **options)
         exact = [700, 0, 0 if drop_remainder else 3, 88 if drop_remainder else 90]
         assert [group.rows for group in by_rank(plan)] == exact
         assert {group.read_bytes for group in plan.groups} == {None}
-        assert "the files have 0 to 700 rows: one rank" in " ".join(notes_on(plan))
+        assert "the files have 0 to 700 rows: one rank" in " ".join(plan.notes)
     with h5py.File(tmp_path / "none.h5", "w") as file:
         file["x"] = np.zeros((0, 3))
     plan = plan_of(tmp_path / "none.h5", 4, 3, datasets=("x",))
-    assert plan.steps.steps == plan.reads.read_bytes == plan.steps.imbalance == 0
-    assert "there is no step: there are no rows" in notes_on(plan)
+    assert plan.steps == plan.read_bytes == plan.imbalance == 0
+    assert "there is no step: there are no rows" in plan.notes
     assert "0 steps per epoch" in to_text(plan)
 
 
 def test_what_uncompressed_rows_take_is_exact_at_any_length(tmp_path, monkeypatch):
     paths = [write(tmp_path / f"{i}.h5", 300, Recipe()) for i in range(2)]
-    exact = plan_of(paths, 32, 5)
-    monkeypatch.setattr(plan_reads, "_BUDGET_ROWS", 1)
+    monkeypatch.setattr(plans, "_COUNTING_SECONDS", -1)
     plan = plan_of(paths, 32, 5)
-    assert plan.reads.is_exact
-    assert plan.reads.read_bytes == exact.reads.read_bytes == 600 * 32
-    assert not plan.reads.are_files_counted
-    assert "<=2" in to_text(plan)
+    assert plan.counted_ranks == 5
+    assert plan.read_bytes == 600 * 32
 
 
 def test_advice_on_batch_sizes(tmp_path):
     path = write(tmp_path / "a.h5", 1000)
     expected = "batch 250 gives 3 ranks 84, 84, 82 rows; use 249 or 252"
-    assert expected in notes_on(plan_of(path, 250, 3))
-    assert notes_on(plan_of(path, 252, 3)) == []
-    few = notes_on(plan_of(path, 2, 4))
+    assert expected in notes_of(path, 250, 3)
+    assert notes_of(path, 252, 3) == []
+    few = notes_of(path, 2, 4)
     assert "batch 2 gives 4 ranks 1, 1, 0, 0 rows; use 4" in few
-    assert "there are no rows at all for 2 ranks (2-3)" in few
-    many = notes_on(plan_of(path, 100, 64))
-    assert "batch 100 gives 64 ranks 0 to 2 rows; use 64 or 128" in many
-    own = notes_on(plan_of(path, 250, 3, policy=AutoShardPolicy.OFF))
-    assert any("each takes 84 rows, 252 in total; use 249 or 252" in n for n in own)
-    nothing = notes_on(plan_of(path, 1001, 7, drop_remainder=True))
+    assert "there are no rows at all for 2 ranks" in few
+    many = notes_of(path, 100, 64)
+    assert "batch 100 gives 64 ranks 0..2 rows; use 64 or 128" in many
+    own = notes_of(path, 250, 3, policy="off")
+    assert own == ["batch 250 gives each rank 84 rows, 252 in total; use 249 or 252"]
+    nothing = notes_of(path, 1001, 7, drop_remainder=True)
     assert nothing == ["there is no step: 1,000 rows make no batch of 1,001"]
-    last = notes_on(plan_of(path, 900, 300))
+    last = notes_of(path, 900, 300)
     assert any("the last step's 100 rows leave none for 200 ranks" in n for n in last)
 
 
 @pytest.mark.slow
 def test_advice_on_chunks(tmp_path, monkeypatch, long_file):
     keep(monkeypatch, 1 << 14)
-    (note,) = notes_on(plan_of(long_file, 64, 4))
+    (note,) = notes_of(long_file, 64, 4)
     assert note.startswith(
         "chunks are decoded 4.0 times each per epoch, as a rank's 16"
     )
     assert "--shuffle" in note
-    (note,) = notes_on(plan_of(long_file, 64, 4, is_shuffled=True))
+    (note,) = notes_of(long_file, 64, 4, shuffle=True)
     assert "ranks share stripes, of 32 rows of a batch; a batch of 128 rows" in note
-    exact = plan_of(long_file, 64, 4, is_shuffled=True, window_chunks=0)
-    assert "omit --window-chunks 0" in notes_on(exact)[0]
+    exact = plan_of(long_file, 64, 4, shuffle=True, window_chunks=0)
+    assert "omit --window-chunks 0" in exact.notes[0]
     with h5py.File(tmp_path / "huge.h5", "w") as file:
         file.create_dataset(
             "x", (30_000, 128), "f8", chunks=(20_000, 128), compression=1
         )
         file.create_dataset("y", (30_000,), "f8", chunks=(4,), compression=1)[...] = 1
-    huge, tiny = notes_on(plan_of(tmp_path / "huge.h5", 64, 1))
+    huge, tiny = notes_of(tmp_path / "huge.h5", 64, 1)
     assert huge.startswith("x: reading one row decodes 20,000 rows (19.53 MiB)")
     assert tiny.startswith("y: 7,500 chunks have only 32 bytes each")
 
@@ -433,8 +433,8 @@ def test_datasets_with_equally_many_rows_are_taken(tmp_path):
     taken, others = choose_datasets(tmp_path / "a.h5")
     assert (taken, others) == (["group/x", "y"], ["names", "other/test", "scalar"])
     plan = plan_of(tmp_path / "a.h5", 10, 2, datasets=())
-    assert [dataset.name for dataset in plan.source.datasets] == taken
-    assert notes_on(plan) == [
+    assert [dataset.name for dataset in plan.datasets] == taken
+    assert plan.notes == [
         "not read, because --datasets does not name them: names, other/test, scalar"
     ]
 
@@ -442,25 +442,27 @@ def test_datasets_with_equally_many_rows_are_taken(tmp_path):
 def test_what_a_node_does(tmp_path):
     path = write(tmp_path / "a.h5", 100)
     plan = plan_of(path, 12, 6, ranks_per_node=4)
-    assert (plan.node.nodes, plan.node.ranks) == (2, 4)
-    assert plan.node.kept_bytes == 4 * plan.order.kept_bytes == 4 * 100 * 24
-    assert plan.node.read_bytes == pytest.approx(plan.reads.read_bytes / 6 * 4)
-    assert "nodes: 2 of 4 ranks" in to_text(plan)
-    assert plan_of(path, 12, 6).node is None
+    assert plan.kept_bytes == 100 * 24
+    text = " ".join(to_text(plan).split())
+    reads, kept = as_text(plan.read_bytes / 6 * 4), as_text(4 * plan.kept_bytes)
+    assert f"nodes: 2 of 4 ranks; each reads {reads} per epoch, and keeps" in text
+    assert f"keeps up to {kept} of chunks; cache() would keep" in text
+    assert "nodes:" not in to_text(plan_of(path, 12, 6))
 
 
 def test_json_has_all_numbers(tmp_path):
     path = write(tmp_path / "a.h5", 100)
-    plan = plan_of(path, 12, 5, is_shuffled=True, window_chunks=2, ranks_per_node=3)
+    plan = plan_of(path, 12, 5, shuffle=True, window_chunks=2, ranks_per_node=3)
     found = json.loads(to_json(plan))
     assert found["request"]["policy"] == "data"
-    assert found["steps"]["steps"] == 9
-    assert found["groups"][0]["ranks"] == [[0, 3]]
-    assert sum(g["rows"] * g["count"] for g in found["groups"]) == 100
-    assert found["order"]["kind"] == "blocks"
-    assert found["source"]["datasets"][0]["layouts"][0]["chunk"] == [8, 2]
-    assert found["node"]["nodes"] == 2
-    assert found["notes"] == notes_on(plan)
+    assert found["steps"] == 9
+    assert (found["groups"][0]["first"], found["groups"][0]["last"]) == (0, 3)
+    ranks = [group["last"] - group["first"] + 1 for group in found["groups"]]
+    assert sum(g["rows"] * n for g, n in zip(found["groups"], ranks)) == 100
+    assert found["order"].startswith("blocks of 8 rows in random order")
+    (layout,) = found["datasets"][0]["layouts"]
+    assert layout.startswith("chunks of (8, 2), shuffle, gzip")
+    assert found["notes"] == plan.notes
 
 
 def run(*arguments):
@@ -480,16 +482,16 @@ def test_the_command_prints_a_plan(tmp_path, capsys):
     options = ["--policy", "file", "--shuffle", "--seed", 3, "--window-chunks", 2]
     assert run(pattern, "--batch", 8, "--ranks", 2, *options, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["source"]["files"] == 2
-    assert found["source"]["rows"] == 130
+    assert found["files"] == 2
+    assert found["rows"] == 130
     assert found["request"] == {
         "files": [str(pattern)],
-        "batch_size": 8,
+        "batch": 8,
         "ranks": 2,
         "datasets": [],
         "policy": "file",
         "drop_remainder": False,
-        "is_shuffled": True,
+        "shuffle": True,
         "seed": 3,
         "window_chunks": 2,
         "ranks_per_node": None,
@@ -607,7 +609,7 @@ def test_other_programs_get_the_whole_package_or_an_error(tmp_path, without_mpi)
         ["-c", "import mpidist"],
         ["-c", "import mpidist", "-m", "mpidist"],
         [script, "-m", "mpidist", "plan"],
-        ["-m", "mpidist.tools.plan.input_plan"],
+        ["-m", "mpidist.tools.plan"],
     ]:
         done = without_mpi(*arguments)
         assert done.returncode == 1
@@ -628,7 +630,7 @@ def test_the_command_does_not_touch_mpi4py_where_there_is_one(tmp_path):
     done = launching.run(command, PYTHONPATH=str(LIBRARY))
     assert done.returncode == 0
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "mpidist.tools.plan.input_plan" in imported
+    assert "mpidist.tools.plan" in imported
     assert not any(name.partition(".")[0] in ("mpi4py", "cupy") for name in imported)
     assert "mpidist.resilience.exit_handling" not in imported
 

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.tools.plan.input_plan import make_plan
-from mpidist.tools.plan.parts import Request
 from mpidist.util.representation import MOST_CHARACTERS, counted, html_table, one_line
 
 CLASSES = [
@@ -103,12 +101,3 @@ def test_tables_of_notebooks(strategy, rows):
     assert strategy.extended.device in page
     assert ("one rank" in page) == (strategy.num_replicas_in_sync == 1)
     assert "<b>" not in html_table("<b>", [("<b>", "<b>")], "<b>")
-
-
-def test_a_plan(tmp_path):
-    path = tmp_path / "rows.h5"
-    with h5py.File(path, "w") as file:
-        file["x"] = np.arange(6)
-    plan = make_plan(Request((str(path),), batch_size=4, ranks=2))
-    assert repr(plan).startswith("<InputPlan: 1 files, 6 rows, 2 ranks, 2 steps of an")
-    assert "<th>rows of a rank at most</th><td>3</td>" in plan._repr_html_()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpidist
-from mpidist.tools.cli.config import manual_page
+from mpidist.tools.config import manual_page
 from mpidist.util.settings import (
     BANNER,
     CUDA_AWARE,

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpidist.errors import LaunchError
-from mpidist.tools.cli import arguments
 from mpidist.util.representation import printable
 from mpidist.util.settings import SETTINGS, TRANSPORTS, Setting, resolve, unknown_names
 
-__all__ = ["Row", "add", "make_rows", "manual_page"]
-
-_CONFIG = """Print each setting, its value and its origin: an argument, the environment,
-the tuning file, or the default.
-
-Runs without MPI. Arguments NAME=VALUE act like arguments in a program."""
-_CONFIG_END = """Exit status: 0; 1 if a variable is unknown or invalid, so that creating
-a strategy would fail; 2 if the arguments are invalid."""
-_WIDTH = 88
+__all__ = ["Row", "as_text", "assignment", "make_rows", "manual_page"]
 
 
 class Row(NamedTuple):
@@ -42,26 +32,7 @@ class Row(NamedTuple):
     meaning: str
 
 
-def add(commands: arguments.Commands) -> None:
-    """Add the command."""
-    parser = arguments.add_command(
-        commands,
-        "config",
-        _config,
-        "print the settings and their origin, without MPI",
-        _CONFIG,
-        ["mpidist config", "mpidist config --json MPIDIST_HANG_SECONDS=60"],
-        _CONFIG_END,
-    )
-    parser.add_argument(
-        "assignments", nargs="*", type=_assignment, metavar="NAME=VALUE"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    # For docs/settings.md
-    parser.add_argument("--markdown", action="store_true", help=argparse.SUPPRESS)
-
-
-def _assignment(text: str) -> tuple[Setting[Any], Any]:
+def assignment(text: str) -> tuple[Setting[Any], Any]:
     """Return a setting and its value from "NAME=VALUE"."""
     name, _, value = text.partition("=")
     setting = next((known for known in SETTINGS if known.name == name), None)
@@ -72,23 +43,6 @@ def _assignment(text: str) -> tuple[Setting[Any], Any]:
         return setting, setting.read({name: value})
     except LaunchError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _config(given: argparse.Namespace) -> int:
-    """Print the settings, and return the exit status."""
-    from mpidist.tools.doctor.checks import is_silent
-
-    if given.markdown:
-        print(manual_page(), end="")
-        return 0
-    rows = make_rows(dict(given.assignments), os.environ)
-    if not is_silent(os.environ):  # under mpirun one rank is enough
-        print(
-            json.dumps([row._asdict() for row in rows], indent=1)
-            if given.json
-            else printable(_as_text(rows), "\n")
-        )
-    return int(any(row.source == "error" for row in rows))
 
 
 def make_rows(
@@ -156,12 +110,15 @@ def _tuned(given: Path | None, environ: Mapping[str, str]) -> list[Row]:
     return [*rows, Row("transports", "chosen by the layout", "default", meaning)]
 
 
-def _as_text(rows: list[Row]) -> str:
+def as_text(rows: list[Row], is_json: bool) -> str:
+    """Return rows as paragraphs for a terminal, or as JSON."""
+    if is_json:
+        return json.dumps([row._asdict() for row in rows], indent=1)
     lines = []
     for name, value, source, meaning in rows:
         lines.append(f"{name} = {value}  ({source})")
-        lines.append(textwrap.indent(textwrap.fill(meaning, _WIDTH - 4), "    "))
-    return "\n".join(lines)
+        lines.append(textwrap.indent(textwrap.fill(meaning, 84), "    "))
+    return printable("\n".join(lines), "\n")
 
 
 _PAGE = """# Settings

@@ -1,1 +1,0 @@
-"""The commands: `mpidist COMMAND`, or `python -m mpidist COMMAND`."""

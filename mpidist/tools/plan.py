@@ -1,0 +1,612 @@
+"""`mpidist plan`: what each rank of a job will read, without MPI.
+
+The job's own datasets run over `DryRows`, which read nothing, so that no formula is
+repeated here. If that takes too long for all ranks, some are counted, or none.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import textwrap
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mpidist.data.batching import Batch
+from mpidist.data.dataset import Dataset
+from mpidist.data.distributed.reader import divide, is_global, steps_per_read
+from mpidist.data.hdf5 import rows as hdf5_rows
+from mpidist.data.hdf5.chunks import filter_name
+from mpidist.data.hdf5.dataset_reader import BlockCache, block_rows
+from mpidist.data.hdf5.files import list_files
+from mpidist.data.hdf5.index import DatasetIndex, ReadMethod, choose_datasets
+from mpidist.data.hdf5.rows import Hdf5Rows
+from mpidist.data.map_dataset import Epoch, SourceMapDataset
+from mpidist.data.sharding import WHOLE, BatchShare, even_sizes
+from mpidist.data.shuffling import STRIPE_ROWS, ChunkShuffle
+from mpidist.options import AutoShardPolicy
+from mpidist.util.available_memory import as_text
+from mpidist.util.representation import counted
+
+__all__ = ["Plan", "Request", "make_plan", "to_json", "to_text"]
+
+Rows = npt.NDArray[np.int64]
+_EPOCH = Epoch()  # the first epoch, which has as many rows as any
+_COUNTING_SECONDS = 5.0
+_HUGE_BYTES = 16 << 20
+_TINY_BYTES = 4 << 10
+_MANY_CHUNKS = 1000
+_UNEVEN = 0.05
+_OFTEN = 1.5
+_MOST_LISTED = 8
+_MOST_LINES = 10
+_COLUMNS = {
+    "rows": "rows",
+    "per step": "rows_per_step",
+    "last step": "rows_in_last_step",
+    "empty steps": "empty_steps",
+    "files": "files",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The arguments of the command; see `mpidist plan --help`."""
+
+    files: Sequence[str]
+    batch: int
+    ranks: int
+    datasets: Sequence[str] = ()
+    policy: str = "data"
+    drop_remainder: bool = False
+    shuffle: bool = False
+    seed: int | None = None
+    window_chunks: int | None = None
+    ranks_per_node: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetPlan:
+    """One dataset, in all files."""
+
+    name: str
+    dtype: str
+    row_shape: tuple[int, ...]
+    stored_bytes: int  # of all rows in the files; in memory where h5py reads them
+    layouts: dict[str, int]  # and how many files have them
+
+
+@dataclasses.dataclass(frozen=True)
+class RankGroup:
+    """Successive ranks that get equal numbers of rows per epoch."""
+
+    first: int
+    last: int
+    rows: int
+    rows_per_step: int  # of each batch but the last
+    rows_in_last_step: int  # of the job
+    empty_steps: int
+    files: int  # at most
+    read_bytes: float | None  # in the mean of those that were counted
+
+    @property
+    def count(self) -> int:
+        """The number of ranks."""
+        return self.last - self.first + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a job reads in an epoch; None for what took too long to count."""
+
+    request: Request
+    files: int
+    fewest_rows: int  # of a file
+    most_rows: int
+    file_bytes: int
+    rows: int
+    memory_bytes: int  # of all rows
+    datasets: list[DatasetPlan]
+    chunks: int  # rows of chunks that are decoded whole
+    order: str
+    steps: int
+    rows_per_step: int  # of all ranks
+    rows_in_last_step: int
+    dropped_rows: int
+    mean_rows: float  # of a rank
+    imbalance: float  # of the largest number of rows of a rank over the mean, less 1
+    kept_bytes: int  # of decoded chunks in each rank's memory, at most
+    counted_ranks: int  # from which the reads are estimated if these are not all
+    read_bytes: int | None  # as they are stored; as in memory where h5py reads
+    decoded_chunks: int | None  # again if not kept, or by another rank
+    groups: list[RankGroup]
+    notes: list[str]  # on what costs time, or may be surprising
+
+
+class DryRows:
+    """A row source of row numbers, which counts the reads of a job with these rows.
+
+    A dataset over it yields the numbers of the rows that the job reads, and uses the
+    same cache of chunks.
+    """
+
+    def __init__(self, rows: Hdf5Rows):
+        self._rows = rows
+        self.file_map = rows.file_map()
+        self.files = self.file_map.files
+        self.file_count = rows.file_count
+        self.describe, self.chunk_layout = rows.describe, rows.chunk_layout
+        self.retain = rows.retain
+        self.indexes = [index for file in self.files for index in file.datasets]
+        self.decoded = [index for index in self.indexes if index.is_in_blocks]
+        self.decoded_bytes = sum(c.row_bytes * c.shape[0] for c in self.decoded)
+        self.filled_files = sum(file.rows > 0 for file in self.files)
+        self.restart()
+
+    def restart(self) -> None:
+        """Reset the counts and the cache."""
+        self._cache = BlockCache(1, hdf5_rows.KEPT_BYTES)
+        self.read_bytes = self.decoded_chunks = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def shard_files(self, workers: int, worker: int) -> DryRows:
+        """See `FileSource.shard_files`; no file is indexed again."""
+        rows = self._rows.shard_files(workers, worker)
+        rows.adopt(self.files[worker::workers])
+        return DryRows(rows)
+
+    def reserve_cache(self, rows: int) -> None:
+        """See `ChunkedSource.reserve_cache`."""
+        self._cache.capacity_bytes = self.file_map.cache_bytes_for(rows)
+
+    def read(self, rows: Rows) -> Rows:
+        """Return the numbers of the rows, and count the reads of these rows."""
+        parts = list(self.file_map.cut(rows))
+        if needed := list(self.file_map.blocks_in(parts)):
+            self._cache.get(needed, self._decode)
+        for part in parts:
+            for index in self.files[part.file].datasets:
+                self.read_bytes += _alone_bytes(index, part.rows)
+        return rows
+
+    def _decode(self, key: tuple[int, ...]) -> Any:
+        file, field, block = key
+        index = self.files[file].datasets[field]
+        decoded_bytes = stored_bytes = len(block_rows(index, block)) * index.row_bytes
+        if index.method is ReadMethod.CHUNKS:
+            across = math.prod(index.grid[1:])
+            stored_bytes = int(index.sizes[block * across :][:across].sum())
+        self.decoded_chunks += 1
+        self.read_bytes += stored_bytes
+        # The cache only uses the size, which this array has without the memory
+        return np.broadcast_to(np.uint8(0), decoded_bytes)
+
+    @functools.cached_property
+    def bytes_of_any_row(self) -> int | None:
+        """The bytes that each row takes; None if they depend on the row."""
+        if any(index.is_in_blocks or index.fill for index in self.indexes):
+            return None
+        one = np.zeros(1, np.int64)
+        filled = [file.datasets for file in self.files if file.rows]
+        sizes = {sum(_alone_bytes(index, one) for index in each) for each in filled}
+        return sizes.pop() if len(sizes) == 1 else None
+
+
+def _alone_bytes(index: DatasetIndex, rows: Rows) -> int:
+    """Return the bytes in the file of some rows, if they are not in decoded chunks."""
+    if index.is_in_blocks or rows.size == 0 or index.row_bytes == 0:
+        return 0
+    if index.method is ReadMethod.H5PY:
+        return rows.size * index.row_bytes
+    offsets = index.offsets.reshape(-1, math.prod(index.grid[1:]))
+    is_written = offsets[rows // index.chunk[0]] >= 0
+    return int(is_written.sum()) * index.chunk_row_bytes
+
+
+class _Reads(NamedTuple):
+    """The reads of one rank in an epoch."""
+
+    read_bytes: int
+    decoded_chunks: int
+
+
+@dataclasses.dataclass(eq=False)
+class _Share:
+    """One rank's rows of the job's batches, which come from `DryRows`."""
+
+    pipeline: Batch
+    source: DryRows
+    part: BatchShare
+    steps: int
+    first: int  # rows in the first batch, and in each but the last
+    last: int
+    reads: _Reads | None = None  # None before they are counted
+
+    @property
+    def rows(self) -> int:
+        """The rows of this rank in an epoch."""
+        return self.first * max(0, self.steps - 1) + self.last
+
+
+def _shares(dataset: Dataset, policy: AutoShardPolicy, ranks: int) -> list[_Share]:
+    """Return each rank's share of a dataset over `DryRows`."""
+    shares = []
+    # With OFF all ranks get the same rows
+    for rank in range(1 if policy is AutoShardPolicy.OFF else ranks):
+        pipeline = divide(dataset.pipeline, policy, ranks, rank)
+        assert isinstance(pipeline, Batch)
+        (source,) = pipeline.sources
+        assert isinstance(source, DryRows)
+        part = BatchShare(ranks, rank) if is_global(policy) else WHOLE
+        steps = pipeline.length or 0
+        ends = (0, steps - 1) if steps else ()
+        rows = [len(pipeline.positions(_EPOCH, i, part)) for i in ends] or [0]
+        shares.append(_Share(pipeline, source, part, steps, rows[0], rows[-1]))
+    return shares * (ranks // len(shares))
+
+
+def _count_reads(shares: Iterable[_Share], policy: AutoShardPolicy) -> None:
+    """Count what all ranks read, or some at equal distances if that takes too long."""
+    # Multiples of the golden ratio spread any number of ranks evenly
+    spread = {share: i * 0.618034 % 1 for i, share in enumerate(dict.fromkeys(shares))}
+    deadline = time.monotonic() + _COUNTING_SECONDS
+    for share in sorted(spread, key=lambda share: (not share.rows, spread[share])):
+        pipeline, source = share.pipeline, share.source
+        source.restart()
+        if policy is AutoShardPolicy.FILE:  # ranks without rows need the dtypes
+            pipeline.example(_EPOCH)
+        if (row_bytes := source.bytes_of_any_row) is not None:
+            share.reads = _Reads(source.read_bytes + share.rows * row_bytes, 0)
+            continue
+        several = steps_per_read(pipeline, share.part.replicas)
+        for first in range(0, share.steps if share.rows else 0, several):
+            if time.monotonic() > deadline:
+                return
+            steps = range(first, min(first + several, share.steps))
+            pipeline.local_batches(_EPOCH, steps, share.part)
+        share.reads = _Reads(source.read_bytes, source.decoded_chunks)
+
+
+def _total_reads(shares: Sequence[_Share]) -> tuple[int | None, int | None]:
+    """Return bytes and chunks of all ranks, by the rows of those that were counted."""
+    reads = [share.reads for share in shares if share.reads]
+    if not reads:
+        return None, None
+    scale = 1.0
+    if len(reads) < len(shares):
+        counted_rows = sum(share.rows for share in shares if share.reads)
+        scale = sum(share.rows for share in shares) / counted_rows
+    read_bytes, decoded_chunks = (round(scale * sum(each)) for each in zip(*reads))
+    return read_bytes, decoded_chunks
+
+
+def _kept_bytes(share: _Share) -> int:
+    """Return the largest number of bytes of decoded chunks in a rank's cache."""
+    limit, mixed = hdf5_rows.KEPT_BYTES, share.pipeline.chunk_shuffle(_EPOCH)
+    if mixed is not None and share.steps:
+        batch = share.pipeline.positions(_EPOCH, 0, share.part)
+        rows = mixed.rows_in_use(np.arange(batch.start, batch.stop))
+        limit = share.source.file_map.cache_bytes_for(rows)
+    return min(limit, share.source.decoded_bytes)
+
+
+def make_plan(request: Request) -> Plan:
+    """Return the plan of a job.
+
+    Raises:
+      DataError: a file or a dataset is missing, cannot be read, or does not fit the
+        others.
+      ArgumentError: a number that no job could use, or fewer files than ranks.
+    """
+    paths = [path for files in request.files for path in list_files(files)]
+    names, others = list(request.datasets), list[str]()
+    if not names:
+        names, others = choose_datasets(paths[0])
+    source = DryRows(Hdf5Rows(paths, tuple(names)))
+    dataset = Dataset(SourceMapDataset(source))
+    if request.shuffle:
+        window = request.window_chunks
+        dataset = dataset.shuffle(seed=request.seed, window_chunks=window)
+    dataset = dataset.batch(request.batch, request.drop_remainder)
+    policy = AutoShardPolicy[request.policy.upper()]
+    shares = _shares(dataset, policy, request.ranks)
+    _count_reads(shares, policy)
+    rows = [share.rows for share in shares]
+    mean_rows = sum(rows) / len(rows)
+    read_bytes, decoded_chunks = _total_reads(shares)
+    groups = _groups(shares)
+    mixed = shares[0].pipeline.chunk_shuffle(_EPOCH)
+    plan = Plan(
+        request=request,
+        files=len(source.files),
+        fewest_rows=min(file.rows for file in source.files),
+        most_rows=max(file.rows for file in source.files),
+        file_bytes=sum({f.path: f.state.size_bytes for f in source.files}.values()),
+        rows=len(source),
+        memory_bytes=sum(c.row_bytes * c.shape[0] for c in source.indexes),
+        datasets=[_dataset_plan(source, i) for i in range(len(names))],
+        chunks=sum(index.grid[0] for index in source.decoded),
+        order=_order(request, mixed),
+        steps=max(share.steps for share in shares),
+        rows_per_step=sum(share.first for share in shares),
+        rows_in_last_step=sum(each.rows_in_last_step * each.count for each in groups),
+        # With OFF every rank gets the same rows
+        dropped_rows=len(source) - (rows[0] if request.policy == "off" else sum(rows)),
+        mean_rows=mean_rows,
+        imbalance=max(rows) / mean_rows - 1 if mean_rows else 0.0,
+        kept_bytes=max(map(_kept_bytes, dict.fromkeys(shares))),
+        counted_ranks=sum(share.reads is not None for share in shares),
+        read_bytes=read_bytes,
+        decoded_chunks=decoded_chunks,
+        groups=groups,
+        notes=[],
+    )
+    decoding = _on_decoding(plan, mixed, source.decoded_bytes)
+    notes = [_on_batches(plan), _on_files(plan, others), decoding, _on_chunks(source)]
+    return dataclasses.replace(plan, notes=[*itertools.chain(*notes)])
+
+
+def _groups(shares: Sequence[_Share]) -> list[RankGroup]:
+    steps = max(share.steps for share in shares)
+
+    def numbers(share: _Share) -> tuple[int, int, int, int, int]:
+        last = share.last if share.steps == steps else 0
+        full = max(0, share.steps - 1) if share.first else 0
+        empty, files = steps - full - (share.last > 0), share.source.filled_files
+        return share.rows, share.first, last, empty, min(share.rows, files)
+
+    groups, first = [], 0
+    for key, members in itertools.groupby(shares, numbers):
+        reads = [share.reads for share in members]
+        known = [each.read_bytes for each in reads if each]
+        mean, stop = sum(known) / len(known) if known else None, first + len(reads)
+        groups.append(RankGroup(first, stop - 1, *key, mean))
+        first = stop
+    return groups
+
+
+def _dataset_plan(source: DryRows, field: int) -> DatasetPlan:
+    indexes = [file.datasets[field] for file in source.files]
+    layouts = collections.Counter(map(_layout, indexes))
+    first, stored_bytes = indexes[0], sum(map(_stored_bytes, indexes))
+    return DatasetPlan(
+        first.name, str(first.native), first.row_shape, stored_bytes, dict(layouts)
+    )
+
+
+def _layout(index: DatasetIndex) -> str:
+    why = f" ({index.why})" if index.why else ""
+    if not index.is_chunked:
+        return f"{'' if why else 'contiguous: '}{index.method.value}{why}"
+    filters = "".join(f", {filter_name(code)}" for code, _ in index.filters)
+    return f"chunks of {index.chunk}{filters}: {index.method.value}{why}"
+
+
+def _stored_bytes(index: DatasetIndex) -> int:
+    if index.method is ReadMethod.CHUNKS:
+        return int(index.sizes.sum())
+    if index.method is not ReadMethod.BYTES:
+        return index.row_bytes * index.shape[0]
+    written = int((index.offsets >= 0).sum())
+    return index.dtype.itemsize * math.prod(index.chunk) * written
+
+
+def _order(request: Request, mixed: ChunkShuffle | None) -> str:
+    if not request.shuffle:
+        return "in file order"
+    seed = "drawn by each job" if request.seed is None else str(request.seed)
+    whose = " of a rank's files" if request.policy == "file" else ""
+    if mixed is None:
+        return f"exact permutation of all rows{whose}, seed {seed}"
+    stripes = f" in each of {mixed.stripes:,} stripes" if mixed.stripes > 1 else ""
+    return (
+        f"blocks of {counted(mixed.layout.rows, 'row')}{whose} in random order, "
+        f"{mixed.block_chunks:,} at a time mixed{stripes}, seed {seed}"
+    )
+
+
+def _on_batches(plan: Plan) -> Iterator[str]:
+    batch, ranks, groups = plan.request.batch, plan.request.ranks, plan.groups
+    is_divided = plan.request.policy == "data"
+    if plan.steps == 0:
+        rows = f"{plan.rows:,} rows make no batch of {batch:,}"
+        yield f"there is no step: {rows if plan.rows else 'there are no rows'}"
+    if batch % ranks:
+        parts = [BatchShare(ranks, rank).of(batch) for rank in range(ranks)]
+        sizes = [part.stop - part.start for part in parts]
+        shown = ", ".join(map(str, sizes)) if ranks <= _MOST_LISTED else _span(sizes)
+        text = f"{ranks:,} ranks {shown} rows"
+        if not is_divided:
+            text = f"each rank {sizes[0]:,} rows, {sizes[0] * ranks:,} in total"
+        advice = " or ".join(f"{size:,}" for size in even_sizes(batch, ranks))
+        yield f"batch {batch:,} gives {text}; use {advice}"
+    never = sum(group.count for group in groups if not group.rows)
+    if plan.steps and never:
+        yield f"there are no rows at all for {counted(never, 'rank')}"
+    at_end = sum(g.count for g in groups if g.rows and not g.rows_in_last_step)
+    if at_end and is_divided:
+        yield (
+            f"the last step's {plan.rows_in_last_step:,} rows leave none for "
+            f"{counted(at_end, 'rank')}; --drop-remainder omits that step"
+        )
+
+
+def _on_files(plan: Plan, others: Sequence[str]) -> Iterator[str]:
+    if others:
+        more = ", ..." if len(others) > _MOST_LISTED else ""
+        names = ", ".join(others[:_MOST_LISTED])
+        yield f"not read, because --datasets does not name them: {names}{more}"
+    ranks = plan.request.ranks
+    if plan.request.policy != "file" or plan.imbalance <= _UNEVEN:
+        return
+    cause = f"the files have {plan.fewest_rows:,} to {plan.most_rows:,} rows"
+    if plan.files % ranks:
+        cause += f", and {plan.files:,} do not divide by {ranks:,} ranks"
+    empty = sum(group.empty_steps * group.count for group in plan.groups)
+    yield (
+        f"{cause}: one rank has {plan.imbalance:.1%} more rows than the mean, and "
+        f"{empty / (plan.steps * ranks):.1%} of all batches are empty; --policy data "
+        "divides every batch evenly"
+    )
+
+
+def _on_decoding(
+    plan: Plan, mixed: ChunkShuffle | None, all_bytes: int
+) -> Iterator[str]:
+    """Yield how often chunks are decoded, if memory cannot keep them all."""
+    ranks, rows = plan.request.ranks, max(group.rows_per_step for group in plan.groups)
+    if plan.decoded_chunks is None or all_bytes <= plan.kept_bytes:
+        return
+    times = plan.decoded_chunks / plan.chunks
+    times /= ranks if plan.request.policy == "off" else 1
+    if times < _OFTEN:
+        return
+    if mixed is None and plan.request.shuffle:
+        why = "rows come from all chunks at once; omit --window-chunks 0"
+    elif mixed is None:
+        files = ", --policy file whole files" if plan.files >= ranks else ""
+        why = (
+            f"a rank's {rows:,} rows of a batch are parts of chunks; --shuffle gives "
+            f"ranks separate chunks{files}"
+        )
+    elif rows % mixed.stripe_rows:
+        why = (
+            f"ranks share stripes, of {mixed.stripe_rows} rows of a batch; a batch of "
+            f"{STRIPE_ROWS[-1] * ranks:,} rows, or a multiple, gives ranks their own"
+        )
+    else:
+        why = (
+            f"{mixed.stripes:,} stripes begin and end within chunks; smaller chunks, "
+            "or batches, would be better"
+        )
+    yield f"chunks are decoded {times:.1f} times each per epoch, as {why}"
+
+
+def _on_chunks(source: DryRows) -> Iterator[str]:
+    """Yield notes on chunks that are too large or too small."""
+    kinds = collections.Counter[tuple[str, int, int, int]]()
+    for index in source.decoded:
+        chunk_bytes = index.dtype.itemsize * math.prod(index.chunk)
+        key = index.name, index.chunk[0], index.row_bytes, chunk_bytes
+        kinds[key] += math.prod(index.grid)
+    for (name, rows, row_bytes, chunk_bytes), chunks in kinds.items():
+        if rows * row_bytes > _HUGE_BYTES:
+            what = f"one row decodes {rows:,} rows ({as_text(rows * row_bytes)})"
+            yield f"{name}: reading {what}; chunks of 1 MiB are better"
+        if chunk_bytes < _TINY_BYTES and chunks > _MANY_CHUNKS:
+            what = f"{chunks:,} chunks have only {as_text(chunk_bytes)} each"
+            yield f"{name}: {what}; chunks of 1 MiB are better"
+
+
+def to_json(plan: Plan) -> str:
+    """Return the plan as JSON."""
+    return json.dumps(dataclasses.asdict(plan), indent=1)
+
+
+def to_text(plan: Plan) -> str:
+    """Return the plan in a few lines, for any number of ranks."""
+    notes = [f"- {note}" for note in plan.notes]
+    parts = [_wrap(_files(plan)), _wrap(_job(plan)), _table(plan), _wrap(notes)]
+    return "\n\n".join(filter(None, map("\n".join, parts)))
+
+
+def _wrap(lines: Iterable[str]) -> Iterator[str]:
+    for line in lines:
+        indent = line[: len(line) - len(line.lstrip())] + "  "
+        yield textwrap.fill(line, 80, break_on_hyphens=False, subsequent_indent=indent)
+
+
+def _files(plan: Plan) -> Iterator[str]:
+    each = f" ({plan.fewest_rows:,} to {plan.most_rows:,} in a file)"
+    yield (
+        f"{counted(plan.files, 'file')} of {as_text(plan.file_bytes)}: "
+        f"{counted(plan.rows, 'row')}{each if plan.files > 1 else ''}, "
+        f"{as_text(plan.memory_bytes)} in memory"
+    )
+    for dataset in plan.datasets:
+        layouts = [*dataset.layouts]
+        about = "about " if any("by h5py" in layout for layout in layouts) else ""
+        if len(layouts) > 1:
+            numbers = dataset.layouts.items()
+            layouts = [f"{text} (in {counted(n, 'file')})" for text, n in numbers]
+        yield (
+            f"  {dataset.name}: {dataset.dtype} {dataset.row_shape}, {about}"
+            f"{as_text(dataset.stored_bytes)}, {'; '.join(layouts)}"
+        )
+
+
+def _job(plan: Plan) -> Iterator[str]:
+    request = plan.request
+    sizes = f" of {plan.rows_per_step:,} rows"
+    if plan.rows_in_last_step != plan.rows_per_step:
+        sizes += f", the last of {plan.rows_in_last_step:,}"
+    if plan.dropped_rows:
+        sizes += f"; {plan.dropped_rows:,} rows are dropped"
+    yield (
+        f"{counted(request.ranks, 'rank')}, policy {request.policy.upper()}: "
+        f"{counted(plan.steps, 'step')} per epoch{sizes}"
+    )
+    yield f"order: {plan.order}"
+    mean = f"{plan.mean_rows:,.1f}".removesuffix(".0")
+    rows = _span([group.rows for group in plan.groups])
+    yield f"rows per rank: {rows}, mean {mean}, imbalance {plan.imbalance:.1%}"
+    reads = "not estimated, as the epoch is too long to count them"
+    if plan.read_bytes is not None:
+        reads = f"{as_text(plan.read_bytes)} per epoch by all ranks"
+    if plan.chunks:
+        decoded = ""
+        if plan.decoded_chunks is not None:
+            decoded = f" decoded {plan.decoded_chunks / plan.chunks:,.2f} times"
+        kept = f"up to {as_text(plan.kept_bytes)} kept by each rank"
+        reads += f"; {counted(plan.chunks, 'chunk')}{decoded}, {kept}"
+    if 0 < plan.counted_ranks < request.ranks:
+        reads += f"; estimated from {plan.counted_ranks:,} of {request.ranks:,} ranks"
+    yield f"reads: {reads}"
+    if request.ranks_per_node is not None:
+        ranks = min(request.ranks_per_node, request.ranks)
+        read_bytes = (plan.read_bytes or 0) / request.ranks * ranks
+        reads = f"reads {as_text(read_bytes)} per epoch, and "
+        yield (
+            f"nodes: {-(-request.ranks // ranks):,} of {counted(ranks, 'rank')}; each "
+            f"{reads if plan.counted_ranks else ''}keeps up to "
+            f"{as_text(plan.kept_bytes * ranks)} of chunks; cache() would keep "
+            f"{as_text(plan.memory_bytes)}"
+        )
+
+
+def _table(plan: Plan) -> Iterator[str]:
+    """Yield a line for each group of ranks, or for several groups if there are many."""
+    groups, size = plan.groups, -(-len(plan.groups) // _MOST_LINES)
+    rows = [["ranks", *_COLUMNS, "reads"]]
+    for several in (groups[i : i + size] for i in range(0, len(groups), size)):
+        first, last = several[0].first, several[-1].last
+        known = [group for group in several if group.read_bytes is not None]
+        reads = "-"
+        if known:
+            read_bytes = sum((group.read_bytes or 0) * group.count for group in known)
+            about = "~" if plan.counted_ranks < plan.request.ranks else ""
+            reads = about + as_text(read_bytes / sum(group.count for group in known))
+        ranks = f"{first}-{last}" if last > first else f"{first}"
+        spans = [
+            _span([getattr(g, name) for g in several]) for name in _COLUMNS.values()
+        ]
+        rows.append([ranks, *spans, reads])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        yield "  ".join([row[0].ljust(widths[0]), *cells[1:]])
+
+
+def _span(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low:,}" if low == high else f"{low:,}..{high:,}"

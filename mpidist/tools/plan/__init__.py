@@ -1,1 +1,0 @@
-"""`python -m mpidist plan`: estimate what a job will read, without MPI."""
