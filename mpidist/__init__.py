@@ -342,7 +342,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LATER:
         from mpidist.util import near_misses
 
-        near_misses.refuse(sys.modules[__name__], name, near_misses.MODULE)
+        near_misses.refuse(sys.modules[__name__], name, "module")
     value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
     return value
 

@@ -8,7 +8,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -69,9 +69,7 @@ class _DatasetType(type):
     """The metaclass of `Dataset`; names unknown attributes in errors."""
 
     if not TYPE_CHECKING:  # or every name would be one
-
-        def __getattr__(cls, name: str) -> NoReturn:
-            near_misses.refuse(cls, name, near_misses.DATASET)
+        __getattr__ = near_misses.refuser("dataset")
 
 
 class Dataset(metaclass=_DatasetType):
@@ -672,9 +670,7 @@ class Dataset(metaclass=_DatasetType):
         return DatasetIterator(self._pipeline, self._epochs, self._read_ahead)
 
     if not TYPE_CHECKING:  # or every name would be one
-
-        def __getattr__(self, name: str) -> NoReturn:
-            near_misses.refuse(self, name, near_misses.DATASET)
+        __getattr__ = near_misses.refuser("dataset")
 
     def _with_pipeline(self, pipeline: MapDataset | IterDataset) -> Dataset:
         return Dataset(pipeline, self._options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from mpidist.context import is_current
 from mpidist.errors import ContextError
@@ -257,9 +257,7 @@ class ReplicaContext:
             )
 
     if not TYPE_CHECKING:  # or every name would be one
-
-        def __getattr__(self, name: str) -> NoReturn:
-            near_misses.refuse(self, name, near_misses.REPLICA_CONTEXT)
+        __getattr__ = near_misses.refuser("context")
 
     def __repr__(self) -> str:
         return (

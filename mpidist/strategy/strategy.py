@@ -537,9 +537,7 @@ class Strategy:
         return []
 
     if not TYPE_CHECKING:  # or every name would be one
-
-        def __getattr__(self, name: str) -> NoReturn:
-            near_misses.refuse(self, name, near_misses.STRATEGY)
+        __getattr__ = near_misses.refuser("strategy")
 
     def __reduce__(self) -> NoReturn:
         raise ContextError(

@@ -20,12 +20,12 @@ CONTEXT = mpidist.get_replica_context()
 STRATEGY = mpidist.get_strategy()
 DIVIDED = STRATEGY.experimental_distribute_dataset(ROWS.batch(2))
 OWNERS = [
-    (DIVIDED, near_misses.DISTRIBUTED),
-    (STRATEGY, near_misses.STRATEGY),
-    (CONTEXT, near_misses.REPLICA_CONTEXT),
-    (ROWS, near_misses.DATASET),
-    (mpidist.Dataset, near_misses.DATASET),
-    (mpidist, near_misses.MODULE),
+    (DIVIDED, near_misses.INSTEAD["distributed"]),
+    (STRATEGY, near_misses.INSTEAD["strategy"]),
+    (CONTEXT, near_misses.INSTEAD["context"]),
+    (ROWS, near_misses.INSTEAD["dataset"]),
+    (mpidist.Dataset, near_misses.INSTEAD["dataset"]),
+    (mpidist, near_misses.INSTEAD["module"]),
 ]
 CASES = [
     (owner, name)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import secrets
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from mpidist.comm.banner import show_input
 from mpidist.comm.consensus.signatures import CallSignature
@@ -338,9 +338,7 @@ class DistributedDataset:
             raise
 
     if not TYPE_CHECKING:  # or every name would be one
-
-        def __getattr__(self, name: str) -> NoReturn:
-            near_misses.refuse(self, name, near_misses.DISTRIBUTED)
+        __getattr__ = near_misses.refuser("distributed")
 
     def __len__(self) -> int:
         return require_length(self.cardinality)
