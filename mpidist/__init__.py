@@ -277,8 +277,8 @@ if not commands.is_command():
         RemoteError,
         UnsupportedError,
     )
-    from mpidist.launch import cluster_resolver
-    from mpidist.launch.cluster_resolver import SlurmClusterResolver
+    from mpidist.launch import slurm as cluster_resolver
+    from mpidist.launch.slurm import SlurmClusterResolver
     from mpidist.options import (
         AutoShardPolicy,
         CommunicationImplementation,

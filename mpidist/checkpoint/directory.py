@@ -22,6 +22,7 @@ from typing import NamedTuple, NoReturn
 from mpidist.checkpoint.format import MissingError, is_begun, read_header
 from mpidist.checkpoint.reading import read_tree
 from mpidist.errors import ArgumentError, CheckpointError
+from mpidist.launch.launchers import SCHEDULERS
 from mpidist.util import validation
 from mpidist.util.files import (
     SHARD_PATTERN,
@@ -394,18 +395,12 @@ _BYTE = 1 << 62  # the locked byte, far beyond any data
 _PATIENCE_SECONDS = 30.0
 _POLL_SECONDS = 0.1
 _MOST_HELD = 64
-_SCHEDULERS = {
-    "SLURM_JOB_ID": "Slurm job",
-    "PBS_JOBID": "PBS job",
-    "LSB_JOBID": "LSF job",
-    "FLUX_JOB_ID": "Flux job",
-}
 
 
 def _describe_job() -> str:
     found = [
         f"{scheduler} {os.environ[name][:40]}, "
-        for name, scheduler in _SCHEDULERS.items()
+        for name, scheduler in SCHEDULERS.items()
         if name in os.environ
     ]
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")

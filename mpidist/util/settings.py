@@ -238,7 +238,7 @@ BIND_GPU: Setting[bool | None] = Setting(
     None,
     _ZERO_OR_ONE,
     "Whether a GPU is made current before MPI starts.",
-    "mpidist.launch.early_binding",
+    "mpidist.launch.mpi_defaults",
     _switch,
     "where the MPI library needs it",
 )

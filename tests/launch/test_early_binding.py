@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpidist.device.binding import gpu_count
-from mpidist.launch import early_binding
+from mpidist.launch import launchers, mpi_defaults
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not gpu_count(), reason="needs a GPU and CuPy")
@@ -135,7 +135,7 @@ def test_a_gpu_is_bound_before_mpi_starts(mpirun, first, environ, is_bound):
 @pytest.mark.parametrize("library", [MVAPICH, CRAY])
 def test_libraries_that_use_the_current_gpu(mpirun, library):
     script = f"""{FIRST}
-from mpidist.launch.early_binding import choose_early
+from mpidist.launch.mpi_defaults import choose_early
 environ = {{"MPICH_GPU_SUPPORT_ENABLED": "1", "SLURM_LOCALID": "4"}}
 device = choose_early(environ, {library!r})
 assert contexts() == [device], (device, contexts())
@@ -160,7 +160,7 @@ print("passed")
     ],
 )
 def test_which_libraries_use_the_current_gpu(library, environ, expected):
-    assert early_binding._is_wanted(environ, library) == expected
+    assert mpi_defaults._is_gpu_wanted(environ, library) == expected
 
 
 @pytest.mark.parametrize(
@@ -173,10 +173,10 @@ def test_which_libraries_use_the_current_gpu(library, environ, expected):
     ],
 )
 def test_launchers_tell_local_ranks(environ, expected):
-    assert early_binding._local_rank(environ) == expected
+    assert launchers.find_local_rank(environ) == expected
 
 
 def test_a_driver_that_is_not_there_is_no_error(monkeypatch):
-    monkeypatch.setattr(early_binding, "_DRIVER", "libnot-there.so")
-    monkeypatch.setattr(early_binding.importlib.util, "find_spec", lambda name: name)
-    assert early_binding.choose_early({"SLURM_LOCALID": "0"}, MVAPICH) is None
+    monkeypatch.setattr(mpi_defaults, "_DRIVER", "libnot-there.so")
+    monkeypatch.setattr(mpi_defaults.importlib.util, "find_spec", lambda name: name)
+    assert mpi_defaults.choose_early({"SLURM_LOCALID": "0"}, MVAPICH) is None
