@@ -31,9 +31,11 @@ from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError
 from mpidist.options import VariableAggregation, VariableSynchronization
 from mpidist.strategy import assignment
 from mpidist.strategy.references import Part, Reference, number_class, root_of
-from mpidist.strategy.sparse import SparseAccess
 from mpidist.util import validation
 from mpidist.values import (
+    ArrayView,
+    DistributedValues,
+    IndexedSlices,
     make_read_only,
 )
 
@@ -47,7 +49,7 @@ _ON_READ = VariableSynchronization.ON_READ
 Name = str | None
 
 
-class Variable(SparseAccess):
+class Variable(ArrayView, DistributedValues):
     """An array with state, one copy per replica of the strategy it was created under.
 
     Creating one in a strategy's scope (or in `run`) is collective: every replica gets
@@ -285,6 +287,153 @@ class Variable(SparseAccess):
         """Subtract from the value; like `assign_add`."""
         self._change("assign_sub", operator.sub, delta)
         return self if read_value else None
+
+    def sparse_read(self, indices: Any, name: Name = None) -> Any:
+        """Return rows of the value, `(*indices.shape, *shape[1:])`; see `gather_nd`."""
+        return self.gather_nd(arrays.to_tensor(indices, "indices")[..., None])
+
+    def gather_nd(self, indices: Any, name: Name = None) -> Any:
+        """Return elements of the value, or parts: `(..., *shape[k:])`.
+
+        Collective where `value` is. Raises ArgumentError for indices out of range.
+
+        Args:
+          indices: `(..., k)`: each index has k numbers, for the first k dimensions.
+          name: accepted for TensorFlow compatibility.
+
+        Example:
+          >>> w = mpidist.Variable(np.array([[1.0, 2.0], [3.0, 4.0]]))
+          >>> w.gather_nd([[0, 1], [1, 0]])
+          array([2., 3.])
+        """
+        return assignment.take(self, self._array(), indices)
+
+    def scatter_add(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
+    ) -> Variable:
+        """Add rows to rows of the value; repeated indices add up. Returns self.
+
+        Collective like `assign`. In replica context, SUM applies the slices of all
+        replicas (their numbers may differ), MEAN divides them by the number of
+        replicas, and ONLY_FIRST_REPLICA applies replica 0's. All scatters inside
+        `StrategyExtended.update` change each copy by itself, whatever the aggregation.
+
+        Args:
+          sparse_delta: rows `(n, *shape[1:])` and their indices `(n,)`, as arrays.
+          use_locking: accepted for TensorFlow compatibility.
+          name: likewise.
+
+        Raises: see `assign`; ArgumentError also for indices out of range;
+          UnsupportedError: an ON_READ variable.
+
+        Example:
+          >>> with strategy.scope():
+          ...     w = mpidist.Variable(
+          ...         np.zeros(3), aggregation=mpidist.VariableAggregation.SUM
+          ...     )
+          >>> row = mpidist.IndexedSlices(np.array([1.0]), np.array([2]))
+          >>> _ = strategy.run(lambda: w.scatter_add(row))  # one row from each replica
+          >>> w.numpy()
+          array([0., 0., 2.])
+        """
+        return assignment.scatter(
+            self, "scatter_add", np.add, assignment.rows_of, sparse_delta
+        )
+
+    def scatter_sub(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
+    ) -> Variable:
+        """Subtract rows from rows of the value; like `scatter_add`."""
+        return assignment.scatter(
+            self, "scatter_sub", np.subtract, assignment.rows_of, sparse_delta
+        )
+
+    def scatter_min(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
+    ) -> Variable:
+        """Replace rows of the value by the elementwise minimum; like `scatter_add`.
+
+        Raises: UnsupportedError: aggregation SUM or MEAN, which a minimum cannot have.
+        """
+        return assignment.scatter(
+            self, "scatter_min", np.minimum, assignment.rows_of, sparse_delta
+        )
+
+    def scatter_max(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
+    ) -> Variable:
+        """Replace rows of the value by the elementwise maximum; like `scatter_min`."""
+        return assignment.scatter(
+            self, "scatter_max", np.maximum, assignment.rows_of, sparse_delta
+        )
+
+    def scatter_mul(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
+    ) -> Variable:
+        """Multiply rows of the value by rows; like `scatter_min`."""
+        return assignment.scatter(
+            self, "scatter_mul", np.multiply, assignment.rows_of, sparse_delta
+        )
+
+    def scatter_div(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
+    ) -> Variable:
+        """Divide rows of the value by rows; like `scatter_min`."""
+        return assignment.scatter(
+            self, "scatter_div", np.true_divide, assignment.rows_of, sparse_delta
+        )
+
+    def scatter_update(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
+    ) -> Variable:
+        """Replace rows of the value; like `scatter_min`."""
+        return assignment.scatter(
+            self, "scatter_update", None, assignment.rows_of, sparse_delta
+        )
+
+    def batch_scatter_update(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
+    ) -> Variable:
+        """Replace rows of each batch: the first dimensions; like `scatter_min`.
+
+        With indices `(*batch, n)` and values `(*batch, n, *shape[k:])` of k dimensions:
+        `w[i, indices[i, j]] = values[i, j]`.
+        """
+        return assignment.scatter(
+            self, "batch_scatter_update", None, assignment.batches_of, sparse_delta
+        )
+
+    def scatter_nd_add(self, indices: Any, updates: Any, name: Name = None) -> Variable:
+        """Add to elements of the value, or parts; like `scatter_add`.
+
+        Args:
+          indices: as in `gather_nd`.
+          updates: what to add, `(..., *shape[k:])`.
+          name: accepted for TensorFlow compatibility.
+
+        Example:
+          >>> w = mpidist.Variable(np.zeros((2, 2)))
+          >>> w.scatter_nd_add([[0, 1], [1, 0]], [1.0, 2.0]).numpy()
+          array([[0., 1.],
+                 [2., 0.]])
+        """
+        return assignment.scatter(
+            self, "scatter_nd_add", np.add, assignment.parts_of, indices, updates
+        )
+
+    def scatter_nd_sub(self, indices: Any, updates: Any, name: Name = None) -> Variable:
+        """Subtract from elements of the value, or parts; like `scatter_nd_add`."""
+        return assignment.scatter(
+            self, "scatter_nd_sub", np.subtract, assignment.parts_of, indices, updates
+        )
+
+    def scatter_nd_update(
+        self, indices: Any, updates: Any, name: Name = None
+    ) -> Variable:
+        """Replace elements of the value, or parts; like `scatter_min`."""
+        return assignment.scatter(
+            self, "scatter_nd_update", None, assignment.parts_of, indices, updates
+        )
 
     def _change(self, operation: str, apply: assignment.Apply, delta: Any) -> None:
         if self._cannot_overflow and self._fits(delta):
