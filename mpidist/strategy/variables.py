@@ -30,7 +30,7 @@ from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError
 from mpidist.options import VariableAggregation, VariableSynchronization
 from mpidist.strategy import assignment
-from mpidist.strategy.references import Part, Reference, number_class, root_of
+from mpidist.strategy.assignment import Part, number_class, root_of
 from mpidist.util import validation
 from mpidist.values import (
     ArrayView,
@@ -47,6 +47,30 @@ __all__ = ["Variable"]
 
 _ON_READ = VariableSynchronization.ON_READ
 Name = str | None
+
+
+class Reference:
+    """A hashable reference to a variable, returned by `Variable.ref`."""
+
+    __slots__ = ("_variable",)
+
+    def __init__(self, variable: Variable):
+        self._variable = variable
+
+    def deref(self) -> Variable:
+        """Return the variable."""
+        return self._variable
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Reference):
+            return NotImplemented
+        return self._variable is other._variable
+
+    def __hash__(self) -> int:
+        return id(self._variable)
+
+    def __repr__(self) -> str:
+        return f"<Reference to {self._variable!r}>"
 
 
 class Variable(ArrayView, DistributedValues):
