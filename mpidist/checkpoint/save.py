@@ -36,7 +36,7 @@ from mpidist.device.memory import Pinned
 from mpidist.errors import CheckpointError, RankLostError
 from mpidist.strategy.strategy import Strategy
 from mpidist.util.files import AtomicFile
-from mpidist.util.mounts import lateness
+from mpidist.util.mounts import wait_for_file
 
 __all__ = ["Saver", "Saving", "finish_all", "finish_lost", "require_visible"]
 
@@ -237,18 +237,14 @@ def require_visible(
     files = group.consensus.root_only(operation, find)
 
     def look() -> None:
-        begun = time.monotonic()
         # One rank of each node looks: the others would ask the same client.
         for path in files if group.topology.local_rank == 0 else []:
-            deadline = begun + lateness(path.parent, directories.LOOK_SECONDS)
-            while not path.exists():
-                if time.monotonic() > deadline:
-                    raise CheckpointError(
-                        f"{path.parent}: rank {group.replica_id} on "
-                        f"{os.uname().nodename} does not see {path.name}, which rank 0 "
-                        "sees; use a directory on a file system that all nodes share"
-                    )
-                time.sleep(_POLL_SECONDS)
+            if not wait_for_file(path, directories.LOOK_SECONDS):
+                raise CheckpointError(
+                    f"{path.parent}: rank {group.replica_id} on {os.uname().nodename} "
+                    f"does not see {path.name}, which rank 0 sees; use a directory on "
+                    "a file system that all nodes share"
+                )
 
     group.run_collectively(CallSignature(operation), look, yield_cpu=True)
 

@@ -21,6 +21,7 @@ from mpidist.device.binding import gpu_count, use_gpu
 from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, LaunchError
 from mpidist.launch.launchers import check_launch
 from mpidist.util import validation
+from mpidist.util.available_memory import available_cores
 from mpidist.util.forks import FORKED, is_forked
 from mpidist.util.settings import RANKS_PER_NODE
 
@@ -114,9 +115,7 @@ def _core_share(node: MPI.Intracomm) -> float:
 
     Cores that several ranks may use are divided among them.
     """
-    if not hasattr(os, "sched_getaffinity"):  # not on Linux
-        return (os.cpu_count() or 1) / node.Get_size()
-    own = sorted(os.sched_getaffinity(0))
+    own = available_cores()
     everyone = node.allgather(own)
     users = collections.Counter(core for cores in everyone for core in cores)
     return sum(1 / users[core] for core in own)

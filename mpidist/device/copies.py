@@ -12,6 +12,7 @@ import numpy.typing as npt
 from mpidist.device import arrays
 from mpidist.device.memory import Pinned
 from mpidist.device.streams import record
+from mpidist.util.available_memory import round_up
 
 __all__ = ["HostCopies", "SmallCopies"]
 
@@ -124,7 +125,6 @@ class HostCopies:
         return buffers[self._turns[kind]]
 
 
-_ALIGNMENT = 64
 # cudaMemcpyKind
 _TO_DEVICE, _TO_HOST = 1, 2
 
@@ -194,6 +194,6 @@ class SmallCopies:
 
 def _lay_out(values: Sequence[Any]) -> tuple[list[int], int]:
     """Return the offset of each array in a buffer, and the buffer's size in bytes."""
-    sizes = [-(-value.nbytes // _ALIGNMENT) * _ALIGNMENT for value in values]
+    sizes = [round_up(value.nbytes) for value in values]
     ends = [*itertools.accumulate(sizes, initial=0)]
     return ends[:-1], ends[-1]

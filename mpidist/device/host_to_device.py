@@ -30,11 +30,12 @@ import numpy.typing as npt
 from mpidist.device import arrays
 from mpidist.device.streams import CopyStream, Event, Part
 from mpidist.util import nest
+from mpidist.util.available_memory import round_up
 from mpidist.util.buffers import Allocate
 
 __all__ = ["Upload", "Uploads", "page_locked", "take"]
 
-_ALIGNMENT = 256  # bytes, as cudaMalloc's
+_ALIGNMENT_BYTES = 256  # as cudaMalloc's
 # Launching one more copy costs about as much as packing this many bytes
 _LEAST_BYTES = 128 << 10
 
@@ -261,7 +262,7 @@ def _lay_out(leaves: Sequence[Any], stream: CopyStream) -> _Layout:
     for i in (*packed, *as_they_lie, *there):
         leaf = leaves[i]
         part = Part(size, tuple(leaf.shape), leaf.dtype.newbyteorder("="))
-        size += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+        size += round_up(part.nbytes, _ALIGNMENT_BYTES)
         parts[i] = part
         if len(parts) == len(packed):
             packed_bytes = size

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from mpidist.errors import LaunchError
 from mpidist.launch.launchers import NO_MPI, find_launcher, protocol_of
 from mpidist.util import programs
+from mpidist.util.available_memory import available_cores
 from mpidist.util.settings import PREFIX, decimal
 
 __all__ = ["Library", "Request", "find_library", "program", "start_command"]
@@ -249,9 +250,7 @@ def _count_cores(is_whole: bool) -> int:
     Args:
       is_whole: whether hardware threads of one core count once, as Open MPI counts.
     """
-    if not hasattr(os, "sched_getaffinity"):  # not on Linux
-        return os.cpu_count() or 1
-    threads = os.sched_getaffinity(0)
+    threads = available_cores()
     if not is_whole:
         return len(threads)
     siblings = set()

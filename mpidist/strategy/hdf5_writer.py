@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -36,7 +35,7 @@ from mpidist.util.files import (
     shard_name,
     sync_directory,
 )
-from mpidist.util.mounts import lateness
+from mpidist.util.mounts import wait_for_file
 from mpidist.util.representation import one_line
 
 __all__ = ["Hdf5Writer"]
@@ -313,15 +312,12 @@ def _check_path(path: str | os.PathLike[str]) -> Path:
 
 def _require_visible(directory: Path, names: Sequence[str]) -> None:
     """Raise unless this rank sees the files of all ranks in the directory."""
-    deadline = time.monotonic() + lateness(directory, _VISIBLE_SECONDS)
     for rank, name in enumerate(names):
-        while not (directory / name).exists():
-            if time.monotonic() > deadline:
-                raise DataError(
-                    f"{directory}: rank 0 does not see {name}, which rank {rank} "
-                    "wrote; use a directory on a file system that all nodes share"
-                )
-            time.sleep(0.01)
+        if not wait_for_file(directory / name, _VISIBLE_SECONDS):
+            raise DataError(
+                f"{directory}: rank 0 does not see {name}, which rank {rank} wrote; "
+                "use a directory on a file system that all nodes share"
+            )
 
 
 def _shard_path(index: Path, rank: int, size: int) -> Path:

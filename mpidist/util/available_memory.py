@@ -1,4 +1,7 @@
-"""Free memory on this node, by what limits it."""
+"""What this process may use of its node: memory, by what limits it, and cores.
+
+Also sizes of memory: cache lines, and texts.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["as_text", "free_bytes", "give_back"]
+__all__ = [
+    "LINE_BYTES",
+    "as_text",
+    "available_cores",
+    "free_bytes",
+    "give_back",
+    "round_up",
+]
 
+# Of a cache line. Arrays in one memory begin at lines of their own, so that writers do
+# not share lines
+LINE_BYTES = 64
 # Control groups, versions 2 and 1: the controller, the mount point, the files of the
 # limit and of the memory in use, and the prefix of cached files in memory.stat (cached
 # files count as in use, but can be dropped)
@@ -26,6 +39,18 @@ _GROUPS = (
         "total_",
     ),
 )
+
+
+def available_cores() -> list[int]:
+    """Return the cores that this process may use, sorted."""
+    if not hasattr(os, "sched_getaffinity"):  # not on Linux
+        return list(range(os.cpu_count() or 1))
+    return sorted(os.sched_getaffinity(0))
+
+
+def round_up(size_bytes: int, multiple: int = LINE_BYTES) -> int:
+    """Return the least multiple that is not less, such as of cache lines."""
+    return -(-size_bytes // multiple) * multiple
 
 
 def free_bytes(is_shared: bool, root: Path = Path("/")) -> dict[str, int]:
@@ -64,7 +89,7 @@ def give_back(array: Any) -> None:
     if not hasattr(mmap, "MADV_REMOVE"):
         return
     first: int = array.__array_interface__["data"][0]
-    start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+    start = round_up(first, mmap.PAGESIZE)
     size = (first + array.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
     if size > 0:
         libc = ctypes.CDLL(None)

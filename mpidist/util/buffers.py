@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist.errors import ContextError
+from mpidist.util.available_memory import LINE_BYTES
 
 __all__ = ["Allocate", "Buffers", "Field", "Storage", "make_arrays"]
 
 
-_LINE_BYTES = 64
 # Allocates at least the given number of bytes
 Allocate = Callable[[int], npt.NDArray[np.uint8]]
 
@@ -117,8 +117,8 @@ class Buffers:
 
 def _allocate(size_bytes: int) -> npt.NDArray[np.uint8]:
     """Allocate memory aligned to a cache line: JAX would copy it otherwise."""
-    memory = np.empty(size_bytes + _LINE_BYTES - 1, np.uint8)
-    start = -memory.ctypes.data % _LINE_BYTES
+    memory = np.empty(size_bytes + LINE_BYTES - 1, np.uint8)
+    start = -memory.ctypes.data % LINE_BYTES
     return memory[start : start + size_bytes]
 
 

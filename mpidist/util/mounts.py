@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +16,10 @@ __all__ = [
     "lateness",
     "parse_mounts",
     "read_mounts",
+    "wait_for_file",
 ]
 
+_POLL_SECONDS = 0.02
 # File systems that only this kernel writes to
 LOCAL_FILE_SYSTEMS = frozenset(
     ["btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"]
@@ -97,3 +100,20 @@ def lateness(directory: Path, most_seconds: float) -> float:
     except OSError:
         return 0.0
     return 0.0 if is_local(device) else most_seconds
+
+
+def wait_for_file(path: Path, most_seconds: float) -> bool:
+    """Return whether this node sees a file that others may have made before.
+
+    Args:
+      path: of the file.
+      most_seconds: how long to wait for it; see `lateness`.
+    """
+    if path.exists():
+        return True
+    end = time.monotonic() + lateness(path.parent, most_seconds)
+    while not path.exists():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True

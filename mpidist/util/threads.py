@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import collections
 import contextvars
-import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from mpidist.util import validation
+from mpidist.util.available_memory import available_cores
 
 __all__ = ["call_ahead", "call_all", "count_threads", "read_ahead", "share_calls"]
 
@@ -33,7 +33,7 @@ def count_threads(num_parallel_calls: int | None) -> int:
     if count is None:
         return 1
     if count == -1:
-        return len(os.sched_getaffinity(0))
+        return len(available_cores())
     return validation.integer("num_parallel_calls", count, 1, also, _MOST_THREADS)
 
 

@@ -22,7 +22,13 @@ from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.topology import Topology
 from mpidist.errors import ArgumentError, LaunchError
-from mpidist.util.available_memory import as_text, free_bytes, give_back
+from mpidist.util.available_memory import (
+    LINE_BYTES,
+    as_text,
+    free_bytes,
+    give_back,
+    round_up,
+)
 from mpidist.util.buffers import Field, Storage, make_arrays
 from mpidist.util.notices import warn
 
@@ -30,7 +36,6 @@ __all__ = ["NodeMemory", "make_barrier"]
 
 
 _CALL = "cache"
-_ALIGNMENT_BYTES = 64
 
 
 @dataclasses.dataclass
@@ -198,7 +203,7 @@ def _offsets(fields: Sequence[Field]) -> list[int]:
         used = dtype.itemsize * int(np.prod(shape, dtype=object))
         # Each array starts at a cache line of its own, so that writers do not share
         # lines.
-        starts.append(starts[-1] + -(-used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
+        starts.append(starts[-1] + round_up(used))
     return starts
 
 
@@ -208,7 +213,7 @@ def _make_window(
     """Return a window and its arrays, in the memory of the node's first rank."""
     starts = _offsets(fields)
     # All memory is the first rank's: others contribute 0 bytes and map it.
-    size = max(starts[-1], _ALIGNMENT_BYTES) if node.Get_rank() == 0 else 0
+    size = max(starts[-1], LINE_BYTES) if node.Get_rank() == 0 else 0
     window = MPI.Win.Allocate_shared(size, 1, comm=node)
     memory: Any = window.Shared_query(0)[0]
     arrays: list[npt.NDArray[Any]] = [

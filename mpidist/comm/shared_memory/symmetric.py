@@ -26,7 +26,7 @@ from mpi4py import MPI
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.errors import ArgumentError
-from mpidist.util.available_memory import as_text, free_bytes
+from mpidist.util.available_memory import as_text, free_bytes, round_up
 from mpidist.util.buffers import Field
 
 __all__ = ["SymmetricMemory"]
@@ -35,7 +35,6 @@ _PAGE_BYTES = 4096
 # Offset of arrays in a page: other arrays usually begin at its start, and processors
 # first compare only the last 12 bits of addresses
 _FIRST_BYTE = 2048
-_ALIGNMENT_BYTES = 64
 _BITS = (1 << 62) - 1
 
 
@@ -84,7 +83,7 @@ class SymmetricMemory:
         """
         *starts, end = _offsets(fields)
         # Whole pages, so that the parts of all ranks begin alike in a page
-        part_bytes = -(-end // _PAGE_BYTES) * _PAGE_BYTES
+        part_bytes = round_up(end, _PAGE_BYTES)
         node, rank = self._node, self._node.Get_rank()
         size_bytes = part_bytes * node.Get_size()
         root = None
@@ -195,7 +194,7 @@ def _offsets(fields: Sequence[Field]) -> Iterator[int]:
         used = dtype.itemsize * math.prod(shape)
         # Cache lines again: arrays that others read must not share one with another
         # array.
-        start += -(-used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        start += round_up(used)
     yield start
 
 

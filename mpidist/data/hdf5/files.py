@@ -24,7 +24,7 @@ from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.util import validation
 from mpidist.util.buffers import Buffers
 from mpidist.util.files import open_regular
-from mpidist.util.mounts import is_local, lateness
+from mpidist.util.mounts import is_local, lateness, wait_for_file
 
 __all__ = [
     "Map",
@@ -220,9 +220,8 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
 
 def wait_until_seen(state: FileState) -> None:
     """Wait a while for a file that another node has seen and this one does not."""
-    end = time.monotonic() + _lateness(state)
-    while not state.path.exists() and time.monotonic() < end:
-        time.sleep(_LATE_PAUSE_SECONDS)
+    if state.node != os.uname().nodename:
+        wait_for_file(state.path, _LATE_SECONDS)
 
 
 def _lateness(state: FileState) -> float:

@@ -20,6 +20,7 @@ from mpidist.data.hdf5.index import DatasetIndex, FileIndex, ReadMethod, index_f
 from mpidist.data.shuffling import ChunkLayout
 from mpidist.errors import DataError
 from mpidist.util import nest
+from mpidist.util.available_memory import available_cores
 from mpidist.util.buffers import Buffers
 
 __all__ = ["Hdf5Rows", "KEPT_BYTES", "FileMap", "FileRows"]
@@ -75,7 +76,7 @@ class Hdf5Rows:
         self._scratch = Buffers()
         self._kept: dict[tuple[int, int], Any] = {}  # by file and dataset
         # Until `adopt` says how many cores this rank has.
-        threads = self._threads or len(os.sched_getaffinity(0))
+        threads = self._threads or len(available_cores())
         self._blocks = BlockCache(threads, KEPT_BYTES + self._kept_bytes)
 
     def __len__(self) -> int:
