@@ -38,7 +38,7 @@ from mpidist.strategy.strategy import Strategy
 from mpidist.util.files import AtomicFile
 from mpidist.util.mounts import wait_for_file
 
-__all__ = ["Saver", "Saving", "finish_all", "finish_lost", "require_visible"]
+__all__ = ["Saver", "Saving", "finish_all", "require_visible"]
 
 
 # Which checkpoint is preserved last, and what is called after a save
@@ -70,11 +70,6 @@ class Saver:
         self._shared: set[Path] = set()  # directories that all nodes see
         # The lock on the name ends with the strategy, or with this object.
         _release_at_end(self, self._extended.closing)
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether ranks of the strategy have died."""
-        return self._extended.consensus.failures.ranks != ()
 
     def save(
         self,
@@ -156,8 +151,9 @@ class Saver:
             saving.start()
             self._pending = saving
             Saver.busy.append(self)
-            # Closing the strategy first waits for its save.
+            # Closing the strategy, or losing ranks of it, first ends its save.
             extended.closing.append(self.wait)
+            extended.consensus.failures.at_end.insert(0, self._end_lost)
             return
         with saving.until_complete():
             # All shards are complete before rank 0 writes the index, which makes them
@@ -211,11 +207,20 @@ class Saver:
         self._pending = None
         Saver.busy.remove(self)
         self._extended.closing.remove(self.wait)
+        consensus.failures.at_end.remove(self._end_lost)
         with saving.until_complete():
             # The error of any rank's shard is raised on all.
             consensus.sync_errors(_WAIT, saving.shard_error)
             saving.expect_shards()
             consensus.root_only(_WAIT, saving.finish)
+
+    def _end_lost(self) -> None:
+        """End a save in the background after ranks have died. Not collective.
+
+        A complete checkpoint stays; what cannot be completed is removed by a later job.
+        """
+        with contextlib.suppress(RankLostError):
+            self.wait()
 
 
 def require_visible(
@@ -266,19 +271,6 @@ def finish_all() -> None:
     """Wait for all saves in the background, at the end of the program. Collective."""
     while Saver.busy:
         Saver.busy[0].wait()
-
-
-def finish_lost() -> None:
-    """Abandon the background saves of strategies whose ranks have died.
-
-    What is complete, or can be completed, stays. Not collective.
-    """
-    for saver in list(Saver.busy):
-        if saver.is_lost:
-            # Complete checkpoints stay; what cannot be completed is removed by a later
-            # job.
-            with contextlib.suppress(RankLostError):
-                saver.wait()
 
 
 def _begin(

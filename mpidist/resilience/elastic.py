@@ -9,7 +9,6 @@ from typing import Any, TypeVar, cast
 
 from mpi4py import MPI
 
-from mpidist.checkpoint.save import finish_lost
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.failures import FailureDetector, agree, can_survive
 from mpidist.comm.consensus.signatures import name_ranks
@@ -135,15 +134,14 @@ def _agree(crew: MPI.Intracomm, is_done: bool) -> bool:
 
 def _free_lost(failures: FailureDetector) -> None:
     """Free resources of strategies with dead ranks. Not collective."""
-    finish_lost()
+    lost = [one for one in FailureDetector.in_use if one.ranks or one is failures]
+    for end in [end for one in lost for end in one.at_end]:
+        end()
     for consensus in list(Consensus.in_use):
         if consensus.failures.ranks:
             consensus.close()
-    for lost in list(FailureDetector.in_use):
-        if lost.ranks or lost is failures:
-            for give_back in lost.at_end:
-                give_back()
-            lost.close()
+    for one in lost:
+        one.close()
 
 
 def _shrink(crew: MPI.Intracomm) -> MPI.Intracomm:
