@@ -18,6 +18,7 @@ from mpidist.errors import LaunchError
 from mpidist.util.settings import ALLOW_SINGLETON, decimal
 
 __all__ = [
+    "HYDRA",
     "LAUNCHERS",
     "NO_MPI",
     "SCHEDULERS",
@@ -60,7 +61,7 @@ LAUNCHERS = {
 _OPEN_MPI, _PMI, _SRUN = (
     LAUNCHERS[name] for name in ("Open MPI's mpirun", "PMI (mpirun or srun)", "srun")
 )
-_HYDRA = "MPI_LOCALNRANKS"  # set by mpirun of MPICH and its relatives only
+HYDRA = "MPI_LOCALNRANKS"  # set by mpirun of MPICH and its relatives only
 # Job numbers by scheduler
 SCHEDULERS = {
     "SLURM_JOB_ID": "Slurm job",
@@ -152,7 +153,7 @@ def find_local_rank(environ: Mapping[str, str]) -> int | None:
 
 def is_of_mpirun(environ: Mapping[str, str]) -> bool:
     """Return whether an mpirun started this process, perhaps inside a Slurm job."""
-    return _HYDRA in environ or _OPEN_MPI.size in environ
+    return HYDRA in environ or _OPEN_MPI.size in environ
 
 
 def is_elastic(environ: Mapping[str, str]) -> bool:
@@ -203,7 +204,7 @@ def check_mpirun(environ: Mapping[str, str], library: str) -> None:
     if started.variable == _OPEN_MPI.size:
         is_other = _is_plain_mpich(library) and "pmix" not in library
     else:
-        is_hydra = started.variable == _PMI.size and _HYDRA in environ
+        is_hydra = started.variable == _PMI.size and HYDRA in environ
         version = re.match(r"Open MPI v(\d+)", library)
         is_other = is_hydra and version is not None and int(version[1]) >= 5
     if is_other:
@@ -219,7 +220,7 @@ def find_launcher(environ: Mapping[str, str]) -> _Launched | None:
     hydra = "an MPICH-like mpirun", _PMI.size
     candidates = [("Open MPI's mpirun", _OPEN_MPI.size)]
     # MPICH's mpirun says more than srun with the same protocol
-    if _HYDRA in environ:
+    if HYDRA in environ:
         candidates.append(hydra)
     # SLURM_NTASKS is set in a batch script too, where one process is right
     if not _in_batch_script(environ):

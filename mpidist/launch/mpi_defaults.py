@@ -41,7 +41,7 @@ if launchers.is_elastic(os.environ):
 
 # srun's variables for mpirun's daemons are not for the ranks: MPICH fails if it finds
 # both
-if "MPI_LOCALNRANKS" in os.environ:
+if launchers.HYDRA in os.environ:
     os.environ.pop("PMIX_NAMESPACE", None)
 
 
@@ -189,7 +189,7 @@ def abort_while_importing(
 ) -> None:
     """End the job: other ranks may have finished the import and wait for this one.
 
-    `launch.abort_on_exception` replaces it at the end of the import.
+    `exit_handling.abort_on_exception` replaces it at the end of the import.
     """
     sys.__excepthook__(kind, error, trace)
     world = sys.modules["mpi4py.MPI"].COMM_WORLD
