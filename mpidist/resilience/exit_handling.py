@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 from mpidist.comm.consensus import process_monitor
 from mpidist.comm.consensus.consensus import Consensus
-from mpidist.comm.consensus.failures import FailureDetector, has_failed_ranks, is_last
+from mpidist.comm.consensus.failures import FailureDetector, has_failed_ranks
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.context import default_strategy, explain
@@ -33,6 +33,7 @@ from mpidist.errors import (
 )
 from mpidist.launch.mpi_defaults import abort_while_importing, is_alarm_free
 from mpidist.monitor import statistics, timeline
+from mpidist.resilience.watchdog import abort_job
 from mpidist.util import logs
 from mpidist.util.forks import is_forked
 from mpidist.util.settings import hang_seconds
@@ -223,14 +224,7 @@ def _report(text: str, is_others: bool) -> NoReturn:
     _write(_head() + text.removesuffix("\n"))
     time.sleep(_REPORT_SECONDS)
     del claim  # held until now
-    _abort()
-
-
-def _abort() -> NoReturn:
-    """End the job. MPICH under srun informs srun, and returns from MPI_Abort."""
-    if not is_last():
-        MPI.COMM_WORLD.Abort(1)
-    os._exit(1)
+    abort_job()
 
 
 def _head() -> str:

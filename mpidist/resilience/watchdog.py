@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from mpi4py import MPI
 
@@ -29,7 +30,7 @@ from mpidist.util import logs
 from mpidist.util.notices import warn
 from mpidist.util.settings import HANG_SECONDS, hang_seconds
 
-__all__ = ["Watch", "end_job", "start_watch"]
+__all__ = ["Watch", "abort_job", "end_job", "start_watch"]
 
 _LOOK_SECONDS = 1.0
 _LOOK_FOR_DEAD_SECONDS = 0.02
@@ -250,9 +251,16 @@ def _limit_text(who: str, waited: float, what: str, reason: str) -> str:
 def end_job(text: str) -> None:
     """Log the reason, and end all ranks of the job, from any thread."""
     _say(text)
-    if MPI.Query_thread() == MPI.THREAD_MULTIPLE and not is_last():
+    if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
         # Abort itself may hang
         threading.Thread(target=_exit_later, daemon=True).start()
+        abort_job()
+    os._exit(1)
+
+
+def abort_job() -> NoReturn:
+    """End all ranks of the job. MPICH under srun informs srun, and returns from it."""
+    if not is_last():
         MPI.COMM_WORLD.Abort(1)
     os._exit(1)
 

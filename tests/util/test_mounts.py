@@ -62,3 +62,12 @@ def test_only_network_file_systems_show_files_late(tmp_path, monkeypatch):
 
     monkeypatch.setattr(pathlib.Path, "read_bytes", refuse)
     assert mounts.lateness(tmp_path, 10.0) == 10.0
+
+
+def test_a_file_is_waited_for_where_it_may_appear_late(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    assert not mounts.wait_for_file(path, 0.0)
+    monkeypatch.setattr(mounts, "lateness", lambda directory, most_seconds: 10.0)
+    monkeypatch.setattr(mounts.time, "sleep", lambda seconds: path.touch())
+    assert mounts.wait_for_file(path, 10.0)
+    assert mounts.wait_for_file(path, 0.0)
