@@ -12,21 +12,19 @@ The state is mirrored variables of 1 GB. Compared are, in turn,
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# One replica is one share of the CPU: its BLAS must not take the others' cores
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+import harness
 
+# isort: split
 import numpy as np
-from comparisons import TABLE_HEAD, Comparison
-from measuring import describe_machine, save
+from harness import Comparison
 from mpi4py import MPI
 
 import mpidist
@@ -34,42 +32,6 @@ from mpidist.checkpoint.directory import removal
 
 WRITTEN_BYTES = 16 << 20  # by each os.write
 VARIABLES = 16
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = parse(arguments)
-    comm = MPI.COMM_WORLD
-    made = tempfile.mkdtemp(dir=options.folder) if comm.rank == 0 else ""
-    folder = Path(comm.bcast(made))
-    try:
-        strategy = mpidist.MirroredStrategy()
-        checkpoint = make_state(strategy, options.size_bytes)
-        comparisons = [
-            measure_speed(comm, checkpoint, folder, options),
-            *measure_stall(comm, checkpoint, folder, options),
-        ]
-    finally:
-        comm.Barrier()
-        if comm.rank == 0:
-            shutil.rmtree(folder)
-    if comm.rank == 0:
-        report(comparisons, options)
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--folder", type=Path, default=Path.cwd(), help="on the disk to measure")
-    add("--size-bytes", type=int, default=10**9)
-    add("--repetitions", type=int, default=7)
-    add("--output", type=Path, help="a JSON file for the results")
-    add("--tiny", action="store_true", help="only see that it runs")
-    options = parser.parse_args(arguments)
-    if options.tiny:
-        options.size_bytes, options.repetitions = 4 << 20, 1
-    return options
 
 
 def make_state(strategy: mpidist.Strategy, size_bytes: int) -> mpidist.Checkpoint:
@@ -85,10 +47,7 @@ def make_state(strategy: mpidist.Strategy, size_bytes: int) -> mpidist.Checkpoin
 
 
 def measure_speed(
-    comm: MPI.Intracomm,
-    checkpoint: mpidist.Checkpoint,
-    folder: Path,
-    options: argparse.Namespace,
+    comm: MPI.Intracomm, checkpoint: mpidist.Checkpoint, folder: Path, options: Any
 ) -> Comparison:
     """Compare saves with plain writes, in bytes per second."""
     manager = mpidist.CheckpointManager(checkpoint, folder / "speed", 1)
@@ -126,18 +85,12 @@ def write_plainly(path: Path, data: Any) -> None:
 def seconds(comm: MPI.Intracomm, work: Callable[[], Any]) -> float:
     """Return the time of the slowest rank."""
     removal.wait()  # nobody else is to feel that old files are being removed
-    comm.Barrier()
-    start = time.perf_counter()
-    work()
-    return float(comm.allreduce(time.perf_counter() - start, MPI.MAX))
+    return harness.slowest(comm, work)
 
 
 def measure_stall(
-    comm: MPI.Intracomm,
-    checkpoint: mpidist.Checkpoint,
-    folder: Path,
-    options: argparse.Namespace,
-) -> list[Comparison]:
+    comm: MPI.Intracomm, checkpoint: mpidist.Checkpoint, folder: Path, options: Any
+) -> Iterator[Comparison]:
     """Compare what saves cost a training loop, in seconds."""
     strategy = checkpoint.strategy
     managers = {
@@ -164,12 +117,11 @@ def measure_stall(
     base, blocking, background = (min(found) for found in loops.values())
     wait, stall, call = blocking - base, background - base, min(calls)
     note = f"{steps} steps in {base:.3f} s without a save; the shortest loops of each"
-    return [
-        Comparison(
-            "stall, background", "blocking save", "s", [stall], [wait], 0.1, False, note
-        ),
-        Comparison("the call of save itself", "blocking save", "s", [call], [wait]),
-    ]
+    against = "blocking save"
+    yield Comparison(
+        "stall, background", against, "s", [stall], [wait], 0.1, False, note
+    )
+    yield Comparison("the call of save itself", against, "s", [call], [wait])
 
 
 def count_steps(
@@ -205,22 +157,33 @@ def loop(
                 call = time.perf_counter() - start
 
     took = seconds(comm, work)
-    return took, float(comm.allreduce(call, MPI.MAX))
+    return took, max(comm.allgather(call))
 
 
-def report(comparisons: Sequence[Comparison], options: argparse.Namespace) -> None:
-    """Print a table, and write the results."""
-    print(TABLE_HEAD)
-    for comparison in comparisons:
-        print(comparison.line())
-    if options.output is not None:
-        result = {
-            "machine": describe_machine(options.folder),
-            "ranks": MPI.COMM_WORLD.size,
-            "size_bytes": options.size_bytes,
-            "comparisons": [comparison.as_dict() for comparison in comparisons],
-        }
-        save(options.output, result)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = harness.parser(__doc__, 7)
+    add = parser.add_argument
+    add("--folder", type=Path, default=Path.cwd(), help="on the disk to measure")
+    add("--size-bytes", type=int, default=10**9)
+    options = parser.parse_args(arguments)
+    if options.tiny:
+        options.size_bytes, options.repetitions = 4 << 20, 1
+    comm = MPI.COMM_WORLD
+    made = tempfile.mkdtemp(dir=options.folder) if comm.rank == 0 else ""
+    folder = Path(comm.bcast(made))
+
+    def compare() -> Iterator[Comparison]:
+        checkpoint = make_state(mpidist.MirroredStrategy(), options.size_bytes)
+        yield measure_speed(comm, checkpoint, folder, options)
+        yield from measure_stall(comm, checkpoint, folder, options)
+
+    try:
+        facts = {"folder": options.folder, "size_bytes": options.size_bytes}
+        harness.report(compare(), options.output, comm, **facts)
+    finally:
+        comm.Barrier()
+        if comm.rank == 0:
+            shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

@@ -10,45 +10,47 @@ are installed (`pip install isal zlib-ng`).
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import statistics
 import tempfile
-import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import harness
+
+# isort: split
 import deflate
 import h5py
 import input_files
-import measuring
 import numpy as np
+from mpi4py import MPI
 
 Inflate = Callable[[bytes, int], bytes]
 
 
-def inflaters() -> Iterator[tuple[str, Inflate]]:
-    """Yield each package that is there, and its function."""
-    yield "deflate", deflate.zlib_decompress
-    yield "zlib", lambda data, size: zlib.decompress(data, bufsize=size)
+def inflaters() -> dict[str, Inflate]:
+    """Return the function of each package that is there."""
+    found: dict[str, Inflate] = {
+        "deflate": deflate.zlib_decompress,
+        "zlib": lambda data, size: zlib.decompress(data, bufsize=size),
+    }
     for package, module in [("isal", "isal_zlib"), ("zlib_ng", "zlib_ng")]:
         try:
-            found: Any = importlib.import_module(f"{package}.{module}")
+            other: Any = importlib.import_module(f"{package}.{module}")
         except ImportError:
             continue
-        yield package, lambda data, size, m=found: m.decompress(data, bufsize=size)
+        found[package] = lambda data, size, m=other: m.decompress(data, bufsize=size)
+    return found
 
 
 def chunks_of(path: Path, dtype: str, rows: int) -> tuple[list[bytes], int]:
     """Return compressed chunks of so many rows, and the size of each before."""
     data = input_files.images(np.random.default_rng(0), rows).astype(dtype)
     with h5py.File(path, "w") as file:
-        shape = (128, *data.shape[1:])
-        options = {"chunks": shape, "compression": "gzip", "compression_opts": 4}
-        dataset = file.create_dataset("x", data=data, shuffle=True, **options)
+        options = input_files.LAYOUTS["gzip"]
+        dataset = file.create_dataset("x", data=data, **options)
         starts = [(row, 0, 0, 0) for row in range(0, rows - 127, 128)]
         return [dataset.id.read_direct_chunk(s)[1] for s in starts], data[:128].nbytes
 
@@ -57,24 +59,19 @@ def compare(dtype: str, rows: int, repetitions: int) -> dict[str, float]:
     """Return the bytes per second that each package gives, in MB/s."""
     with tempfile.TemporaryDirectory() as folder:
         chunks, size = chunks_of(Path(folder, "x.h5"), dtype, rows)
-    speeds: dict[str, list[float]] = {}
-    for _ in range(repetitions + 1):  # the first one warms up
-        for name, inflate in inflaters():
-            start = time.perf_counter()
-            for chunk in chunks:
-                assert len(inflate(chunk, size)) == size
-            seconds = time.perf_counter() - start
-            speeds.setdefault(name, []).append(len(chunks) * size / seconds / 1e6)
-    return {name: round(statistics.median(s[1:]), 1) for name, s in speeds.items()}
+
+    def inflate_all(inflate: Inflate) -> None:
+        for chunk in chunks:
+            assert len(inflate(chunk, size)) == size
+
+    calls = {name: lambda f=f: inflate_all(f) for name, f in inflaters().items()}
+    times = harness.take_turns(MPI.COMM_SELF, calls, repetitions)
+    amount = len(chunks) * size / 1e6
+    return {n: round(amount / statistics.median(s), 1) for n, s in times.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, help="JSON file")
-    parser.add_argument("--tiny", action="store_true", help="a few chunks, once")
-    options = parser.parse_args(arguments)
+    options = harness.parser(__doc__).parse_args(arguments)
     rows, repetitions = (256, 1) if options.tiny else (12_800, 9)
     found = {d: compare(d, rows, repetitions) for d in ("uint8", "float32")}
     for dtype, speeds in found.items():
@@ -82,10 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         text = ", ".join(f"{n} {s:g} ({s / best:.2f}x)" for n, s in speeds.items())
         print(f"{dtype}: MB/s: {text}")
     if options.output:
-        with tempfile.TemporaryDirectory() as folder:
-            machine = measuring.describe_machine(Path(folder))
-        result = {"machine": machine, "megabytes_per_second": found}
-        options.output.write_text(json.dumps(result, indent=2) + "\n")
+        harness.save(options.output, megabytes_per_second=found)
 
 
 if __name__ == "__main__":

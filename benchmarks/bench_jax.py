@@ -12,31 +12,27 @@ should do nothing else.
 
 from __future__ import annotations
 
-import argparse
-import datetime
+import functools
 import itertools
 import os
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-# One rank is one share of the CPU
-os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+import harness
+
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
 
-import charts
+# isort: split
 import jax
 import jax.numpy as jnp
-import measuring
 import numpy as np
-from comparisons import TABLE_HEAD, Comparison
+from harness import Comparison
 from mpi4py import MPI
 
 import mpidist
 import mpidist.jax
 
+OURS, ALONE = "mpidist", "JAX alone, reducing nothing"
 # The units of each layer, and the rows of a rank
 CASES = {
     "small MLP, 64-128-10, 64 rows": ((64, 128, 10), 64),
@@ -75,71 +71,45 @@ def step_by(value_and_grad: Callable[..., Any], jit: Callable[..., Any]) -> Any:
 
 def measure(
     comm: MPI.Intracomm, strategy: mpidist.Strategy, case: str, turns: int, steps: int
-) -> Comparison:
+) -> list[Comparison]:
     """Return how long both take. Collective."""
     units, rows = CASES[case]
     random = np.random.default_rng(comm.rank)
     x = jnp.asarray(random.normal(size=(rows, units[0])), "f")
     y = jnp.asarray(random.integers(units[-1], size=rows), "int32")
     ours = mpidist.jax.value_and_grad(loss_of, strategy=strategy)
-    contestants = {
-        "mpidist": step_by(ours, mpidist.jax.jit),
-        "JAX": step_by(jax.value_and_grad(loss_of), jax.jit),
+    compiled = {
+        OURS: step_by(ours, mpidist.jax.jit),
+        ALONE: step_by(jax.value_and_grad(loss_of), jax.jit),
     }
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    weights = dict.fromkeys(contestants, first_weights(units))
-    for turn in range(2 + turns):
-        for name, step in contestants.items():
-            comm.Barrier()
-            start = time.perf_counter()
-            for _ in range(steps):
-                weights[name], loss = step(weights[name], x, y)
-            jax.block_until_ready((weights[name], loss))
-            seconds = comm.allreduce(time.perf_counter() - start, MPI.MAX)
-            if turn >= 2:
-                times[name].append(seconds / steps * 1e6)
+    weights = dict.fromkeys(compiled, first_weights(units))
+
+    def train(name: str) -> None:
+        for _ in range(steps):
+            weights[name], loss = compiled[name](weights[name], x, y)
+        jax.block_until_ready((weights[name], loss))
+
+    calls = {name: functools.partial(train, name) for name in compiled}
+    times = harness.take_turns(comm, calls, turns, warm_up=2)
     if comm.size == 1:
         pairs = zip(*map(jax.tree.leaves, weights.values()), strict=True)
         assert all(np.array_equal(a, b) for a, b in pairs)
+    steps_of = {name: [s / steps for s in seconds] for name, seconds in times.items()}
     target = TARGET if comm.size == 1 else None
-    against = "JAX alone, reducing nothing"
-    return Comparison(
-        case, against, "us", times["mpidist"], times["JAX"], target, False
-    )
+    return harness.beside(case, steps_of, {ALONE: target}, ours=OURS)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--output", type=Path, help="JSON file; and PNG")
-    add("--turns", type=int, default=15, help="of each (default 15)")
-    add("--tiny", action="store_true", help="only see that all run")
-    options = parser.parse_args(arguments)
-    comm = MPI.COMM_WORLD
+    options = harness.parser(__doc__, 15).parse_args(arguments)
     strategy = mpidist.MirroredStrategy(["CPU:0"])
-    comparisons = []
-    for case in list(CASES)[: 1 if options.tiny else None]:
-        steps = 2 if options.tiny else 5 if "10 M" in case else 200
-        turns = 1 if options.tiny else options.turns
-        comparisons.append(measure(comm, strategy, case, turns, steps))
-    if comm.rank:
-        return
-    print(TABLE_HEAD)
-    for comparison in comparisons:
-        print(comparison.line())
-    if options.output:
-        result = {
-            "machine": measuring.describe_machine(Path(tempfile.gettempdir())),
-            "jax": jax.__version__,
-            "date": datetime.date.today().isoformat(),
-            "ranks": comm.size,
-            "comparisons": [comparison.as_dict() for comparison in comparisons],
-        }
-        measuring.save(options.output, result)
-        chart = options.output.with_suffix(".png")
-        charts.draw(charts.draw_frameworks, result, chart)
+    turns = 1 if options.tiny else options.repetitions
+
+    def compare() -> Iterator[Comparison]:
+        for case in list(CASES)[: 1 if options.tiny else None]:
+            steps = 2 if options.tiny else 5 if "10 M" in case else 200
+            yield from measure(MPI.COMM_WORLD, strategy, case, turns, steps)
+
+    harness.report(compare(), options.output, MPI.COMM_WORLD)
 
 
 if __name__ == "__main__":

@@ -4,60 +4,75 @@
 
 No Lustre is needed: jobs that read several HDF5 files run here under strace, which
 counts the system calls of each rank on these files, with other numbers of files, steps,
-epochs and ranks. A linear model of the counts is then extrapolated to 64 and 4,096
-ranks. Metadata operations of a rank must not depend on steps, epochs and ranks. Beside
-ours stands plain h5py, of which every rank opens every file once.
+epochs and ranks. Metadata operations of a rank must not depend on steps, epochs and
+ranks; a linear model says what they depend on. Beside ours stands plain h5py, of which
+every rank opens every file once.
 
-What a system call costs on Lustre, where nothing is cached yet (so it is an upper
-bound; a client that still holds a lock on the file answers by itself):
-
-- open: one request to the metadata server (MDS), an intent lock enqueue that brings the
-  layout; close: one more. Data then go between client and object storage servers (OST)
-  alone. (Lustre Operations Manual, "Understanding Lustre Architecture",
-  "Lustre File System Storage and I/O".)
-- stat, fstat, access, lseek to the end: one request to the MDS for the attributes, and
-  one to each OST that has a stripe of the file, since only these know its size: a lock
-  enqueue with getattr intent, "glimpse". (Lustre protocol documentation, "Stat".)
-- flock, fcntl locks: one request to the MDS, if the client has mounted with `flock`
-  (mount.lustre(8)).
-- listing a folder: one request to the MDS for each getdents.
-- read, pread: requests to OSTs of up to 1 MiB each (manual, "Tuning the Client I/O RPC
-  Stream", max_pages_per_rpc: 256 pages; newer versions take more). Of files in memory
-  maps, where no system call shows what is read, all bytes count that were in memory at
-  the end (which at once is an upper bound, as Linux maps pages around).
+On Lustre, where nothing is cached yet, each of these operations is a request to the
+metadata server; those that ask for the size of a file (stat, seeking to the end) also
+ask each object storage server that has a stripe of it (Lustre Operations Manual,
+"Understanding Lustre Architecture"; Lustre protocol documentation, "Stat").
+Of files in memory maps, where no system call shows what is read, all bytes count that
+were in memory at the end, which is an upper bound, as Linux maps pages around.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
+import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import charts
+import harness
+
+# isort: split
+import h5py
 import input_files
-import measuring
-import metadata_model
-import system_calls
-from metadata_model import BATCH, CLUSTERS, LARGE, Job, Run
-from mpi4py import MPI
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import launching
+import numpy as np
+import system_calls
+from input_files import NAME, ROW_BYTES
+from mpi4py import MPI
+from system_calls import METADATA, Counts
 
-JOB = Path(__file__).with_name("metadata_job.py")
-READERS = ("mpidist", "h5py")
+import mpidist
+from mpidist.util import mounts
+
 LAYOUTS = ("contiguous", "gzip")
+BATCH = 32  # rows per rank and step
 # More than HDF5 keeps in its cache of chunks
 FILE_BYTES = 64 * 128 * 3072
 
-USUAL = Job()
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A job that reads; its global batch is 32 rows for each rank."""
+
+    files: int = 3
+    steps: int = 8  # per epoch
+    epochs: int = 2
+    ranks: int = 2
+
+    def terms(self, rank: int) -> list[float]:
+        """Return what a linear model of a rank's metadata operations is made of."""
+        f, e, s, r = self.files, self.epochs, self.steps * self.epochs, self.ranks
+        # A rank looks into every ranks-th file for all
+        looked_into = len(range(rank, f, r))
+        return [1, f, looked_into, e, s, r, f * e, f * s]
+
+
+TERMS = ["1", "files", "files looked into", "epochs", "steps", "ranks"]
+SIMPLE = 3  # of them often suffice
+TERMS += [f"files x {name}" for name in ("epochs", "steps")]
 JOBS = [
-    USUAL,
+    Job(),
     *(Job(files=n) for n in (1, 12)),
     *(Job(steps=n) for n in (4, 16)),
     *(Job(epochs=n) for n in (1, 4)),
@@ -68,6 +83,105 @@ JOBS = [
     Job(files=12, ranks=4),
 ]
 TINY = [Job(files=2, steps=2, epochs=1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one traced job did: for each rank the counts, and its report."""
+
+    job: Job
+    counts: list[Counts]
+    reports: list[dict[str, int]]
+
+    @property
+    def bytes_per_row(self) -> float:
+        """The bytes that came from files for each row, headers included."""
+        found = sum(counts.read_bytes for counts in self.counts)
+        found += sum(report["resident_bytes"] for report in self.reports)
+        return found / sum(report["rows"] for report in self.reports)
+
+
+def with_mpidist(
+    strategy: mpidist.Strategy, options: argparse.Namespace
+) -> Iterator[Any]:
+    """Yield this rank's rows of each batch, by this library. Collective.
+
+    Read as on a network file system, where states of files are looked at less often.
+    """
+    mounts.LOCAL_FILE_SYSTEMS = frozenset()
+    data = mpidist.Dataset.from_hdf5(options.folder / "*.h5", NAME).shuffle(seed=0)
+    yield from each_batch(strategy, data, options)
+
+
+def with_h5py(strategy: mpidist.Strategy, options: argparse.Namespace) -> Iterator[Any]:
+    """Yield the same rows, in order, by plain h5py: each rank opens each file once."""
+    opened = [h5py.File(path, "r") for path in sorted(options.folder.glob("*.h5"))]
+    datasets = [file[NAME] for file in opened]
+    starts = np.cumsum([0, *map(len, datasets)])
+    numbers = mpidist.Dataset.range(int(starts[-1])).shuffle(seed=0)
+    for rows in each_batch(strategy, numbers, options):
+        in_order = np.sort(rows)
+        edges = np.searchsorted(in_order, starts)
+        yield np.concatenate(
+            [
+                dataset[in_order[first:last] - start]
+                for dataset, start, first, last in zip(
+                    datasets, starts, edges, edges[1:], strict=False
+                )
+            ]
+        )
+    for file in opened:
+        file.close()
+
+
+def each_batch(
+    strategy: mpidist.Strategy, data: mpidist.Dataset, options: argparse.Namespace
+) -> Iterator[Any]:
+    """Yield this rank's rows of `options.steps` batches of each epoch. Collective."""
+    on_host = mpidist.InputOptions(experimental_fetch_to_device=False)
+    batches = strategy.experimental_distribute_dataset(
+        data.batch(options.batch * strategy.num_replicas_in_sync).take(options.steps),
+        on_host,
+    )
+    for _ in range(options.epochs):
+        for batch in batches:
+            yield strategy.experimental_local_results(batch)[0]
+
+
+def resident_bytes(folder: Path) -> int:
+    """Return how many bytes of the files in a folder this process has in maps."""
+    total, is_inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            is_inside = str(folder) in line
+        elif is_inside and line.startswith("Rss:"):
+            total += 1024 * int(line.split()[1])
+    return total
+
+
+READERS = {"mpidist": with_mpidist, "h5py": with_h5py}
+
+
+def read(arguments: Sequence[str]) -> None:
+    """Read as one of the ranks, and write a report to `<REPORT>.<rank>`.
+
+    It says how many rows the rank got, and how many bytes of the files were in its
+    memory at most, through maps.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--reader", choices=READERS)
+    for name in ("batch", "steps", "epochs"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--report", type=Path)
+    options = parser.parse_args(arguments)
+    strategy = mpidist.MirroredStrategy()
+    rows = resident = 0
+    for batch in READERS[options.reader](strategy, options):
+        rows += len(batch)
+        resident = max(resident, resident_bytes(options.folder))
+    report = json.dumps({"rows": rows, "resident_bytes": resident})
+    Path(f"{options.report}.{MPI.COMM_WORLD.rank}").write_text(report)
 
 
 def write_files(folder: Path, jobs: Sequence[Job]) -> None:
@@ -98,7 +212,7 @@ def trace(folder: Path, reader: str, layout: str, job: Job) -> Run:
         arguments = {"reader": reader, "batch": BATCH, "report": f"{logs}/report"}
         arguments |= {"steps": job.steps, "epochs": job.epochs}
         options = [f"--{name}={value}" for name, value in arguments.items()]
-        command = [sys.executable, str(JOB), str(data), *options]
+        command = [sys.executable, __file__, "--rank-of", str(data), *options]
         ended = launching.run(
             [*launching.mpirun_command(job.ranks), "sh", "-c", shell, "sh", *command],
             seconds=300,
@@ -110,47 +224,102 @@ def trace(folder: Path, reader: str, layout: str, job: Job) -> Run:
             for rank in each
         ]
         reports = [Path(f"{logs}/report.{rank}").read_text() for rank in each]
-    return Run(reader, layout, job, counts, [json.loads(text) for text in reports])
+    return Run(job, counts, [json.loads(text) for text in reports])
+
+
+def model_of(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return a linear model of a rank other than 0; nothing for too few runs."""
+    ranks = [min(1, run.job.ranks - 1) for run in runs]
+    terms = np.array([run.job.terms(rank) for run, rank in zip(runs, ranks)])
+    if np.linalg.matrix_rank(terms) < len(TERMS):
+        return {}
+    found = np.array([run.counts[rank].metadata for run, rank in zip(runs, ranks)])
+    for count in (SIMPLE, len(TERMS)):
+        fit = np.linalg.lstsq(terms[:, :count], found, rcond=None)[0]
+        off = float(np.abs(terms[:, :count] @ fit - found).max())
+        if off <= 3:  # a rank may need no row of some file, and not open it
+            break
+    parts = [f"{c:g} x {t}" for c, t in zip(fit.round(3), TERMS) if c]
+    text = " + ".join(parts).replace(" x 1", "")
+    return {"model": text, "model_is_off_by": round(off, 6)}
+
+
+def seen_by(name: str, runs: Sequence[Run]) -> dict[int, int]:
+    """Return the metadata operations of a rank where only `name` differs from usual."""
+    usual = runs[0].job
+    return {
+        getattr(run.job, name): max(counts.metadata for counts in run.counts)
+        for run in sorted(runs, key=lambda run: getattr(run.job, name))
+        if dataclasses.replace(run.job, **{name: getattr(usual, name)}) == usual
+    }
+
+
+def summarize(reader: str, layout: str, runs: Sequence[Run]) -> dict[str, Any]:
+    """Return what the runs of one reader and layout show."""
+    seen = {name: seen_by(name, runs) for name in ("files", "steps", "epochs", "ranks")}
+    varying = [n for n in ("steps", "epochs") if len(set(seen[n].values())) > 1]
+    by_ranks = [seen["ranks"][n] for n in sorted(seen["ranks"])]
+    if any(more > fewer for fewer, more in itertools.pairwise(by_ranks)):
+        varying.append("ranks")  # fewer on more ranks is no harm
+    return {
+        "reader": reader,
+        "layout": layout,
+        "usual_rank": runs[0].counts[-1].as_dict(),
+        "bytes_per_row": runs[0].bytes_per_row,
+        "metadata_by": seen,
+        "metadata_depends_on": varying,
+        **model_of(runs),
+    }
+
+
+def lines(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines that say what one reader does with one layout."""
+    calls, seen = summary["usual_rank"], summary["metadata_by"]
+    kinds = ", ".join(f"{kind} {calls[kind]}" for kind in METADATA if calls[kind])
+    yield f"\n{summary['reader']}, {summary['layout']}"
+    yield f"  metadata operations of a rank: {calls['metadata']} ({kinds})"
+    for name, found in seen.items():
+        yield f"    by {name:7} " + ", ".join(f"{n}: {k}" for n, k in found.items())
+    varying = " and ".join(summary["metadata_depends_on"])
+    constant = "do not grow with steps, epochs or ranks"
+    yield f"    they {f'GROW with {varying}' if varying else constant}"
+    yield (
+        f"  data: {calls['read']} reads, {calls['map']} maps, "
+        f"{summary['bytes_per_row']:.0f} bytes per row of {ROW_BYTES}"
+    )
+    if "model" in summary:
+        off = summary["model_is_off_by"]
+        yield f"  model: {summary['model']} (off by at most {off:g})"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, help="JSON file; a PNG goes beside it")
-    parser.add_argument("--tiny", action="store_true", help="only see that it runs")
+    parser = harness.parser(__doc__)
     options = parser.parse_args(arguments)
     if MPI.COMM_WORLD.size > 1:
         parser.error("start it without mpirun; it starts its jobs by itself")
     if (reason := system_calls.why_not()) is not None:
         parser.exit(1, f"system calls cannot be counted: {reason}\n")
 
-    jobs, summaries, runs = TINY if options.tiny else JOBS, [], []
+    jobs, summaries = TINY if options.tiny else JOBS, []
     print(f"counted: about {jobs[0]}, {BATCH} rows per rank and step")
-    print(f"extrapolated: {LARGE} on {CLUSTERS} ranks")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
-        machine = measuring.describe_machine(folder)
         write_files(folder, jobs)
-        for reader in READERS:
-            for layout in LAYOUTS:
-                found = [trace(folder, reader, layout, job) for job in jobs]
-                summaries.append(metadata_model.summarize(found))
-                lines = metadata_model.lines(summaries[-1])
-                print("\n".join(lines), flush=True)
-                runs += [run.as_dict() for run in found]
+        for reader, layout in itertools.product(READERS, LAYOUTS):
+            runs = [trace(folder, reader, layout, job) for job in jobs]
+            summaries.append(summarize(reader, layout, runs))
+            print("\n".join(lines(summaries[-1])), flush=True)
     if options.output is not None:
-        result = {
-            "machine": machine,
-            "usual_job": dataclasses.asdict(jobs[0]),
-            "large_job": dataclasses.asdict(LARGE),
-            "rows_per_rank_and_step": BATCH,
-            "summaries": summaries,
-            "runs": runs,
-        }
-        measuring.save(options.output, result)
-        charts.draw(charts.draw_metadata, result, options.output.with_suffix(".png"))
+        harness.save(
+            options.output,
+            usual_job=dataclasses.asdict(jobs[0]),
+            rows_per_rank_and_step=BATCH,
+            summaries=summaries,
+        )
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--rank-of"]:  # started by `trace`
+        read(sys.argv[2:])
+    else:
+        main()

@@ -11,24 +11,24 @@ do nothing else.
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+import harness
 
+# isort: split
 import numpy as np
 from mpi4py import MPI
 
 import mpidist
 from mpidist.comm.consensus.signatures import bare_signature
 
-_CALLS = 1000
+CALLS = 1000
 
 
 def recorder_ns(strategy: mpidist.Strategy) -> float:
@@ -38,76 +38,65 @@ def recorder_ns(strategy: mpidist.Strategy) -> float:
     recorder, best = consensus.recorder, float("inf")
     for _ in range(200):
         start = time.perf_counter()
-        for i in range(_CALLS):
+        for i in range(CALLS):
             recorder.begin(i, call, number)
             recorder.note_arrivals(True, consensus.comparison)
             recorder.end()
         best = min(best, time.perf_counter() - start)
-    return best / _CALLS * 1e9
+    return best / CALLS * 1e9
+
+
+def work_of(comm: MPI.Intracomm, seconds: float) -> Callable[[], None]:
+    """Return a function that multiplies matrices for about so long. Collective."""
+    matrix, products = np.eye(64), 1
+
+    def multiply() -> None:
+        for _ in range(products):
+            matrix @ matrix
+
+    while min(harness.slowest(comm, multiply) for _ in range(10)) < seconds:
+        products *= 2
+    return multiply
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     add = parser.add_argument
     add("--epochs", type=int, default=30, help="with and without (default 30)")
     add("--steps", type=int, default=300, help="of an epoch (default 300)")
     add("--milliseconds", type=float, default=1.0, help="of a step (default 1)")
-    add("--tiny", action="store_true", help="only see that it runs")
     options = parser.parse_args(arguments)
     epochs, steps = (2, 5) if options.tiny else (options.epochs, options.steps)
     comm = MPI.COMM_WORLD
     strategy = mpidist.MirroredStrategy(["CPU:0"])
     rows = mpidist.Dataset.range(2 * comm.size * steps).batch(2 * comm.size)
     batches = strategy.experimental_distribute_dataset(rows)
-    size = 64
-    matrix, repetitions = np.eye(size), 1
-    while not options.tiny:  # until a step takes as long as it should
-        took = float("inf")
-        for _ in range(10):
-            start = time.perf_counter()
-            for _ in range(repetitions):
-                matrix @ matrix
-            took = min(took, time.perf_counter() - start)
-        took = comm.allreduce(took, MPI.MAX)
-        if took >= options.milliseconds / 1e3:
-            break
-        repetitions *= 2
+    work = work_of(comm, 0 if options.tiny else options.milliseconds / 2e3)
     gradient = np.zeros(1000)
 
-    def step(batch: object) -> object:
-        with mpidist.span("forward"):
-            for _ in range(repetitions // 2):
-                matrix @ matrix
-        with mpidist.span("backward"):
-            for _ in range(repetitions // 2):
-                matrix @ matrix
+    def step(batch: object) -> Any:
+        for name in ("forward", "backward"):
+            with mpidist.span(name):
+                work()
         return mpidist.get_replica_context().all_reduce("MEAN", gradient)
 
-    def epoch() -> float:
-        comm.Barrier()
-        start = time.perf_counter()
+    def epoch() -> None:
         for batch in batches:
             strategy.run(step, args=(batch,))
-        seconds: float = comm.allreduce(time.perf_counter() - start, MPI.MAX)
-        return seconds / steps * 1e6
 
     epoch()
-    off, on, ratios = [], [], []
+    off, on = [], []
     with tempfile.TemporaryDirectory() as own:
         folder = Path(comm.bcast(own))
         for number in range(2 * epochs):
             # On first in every other pair
             is_on = number % 4 in (1, 2)
-            where = strategy.timeline(folder) if is_on else nullcontext()
-            with where:
-                (on if is_on else off).append(epoch())
-            if number % 2:
-                ratios.append(on[-1] / off[-1])
-        files = list(folder.glob("timeline-*"))
-        size_bytes = sum(path.stat().st_size for path in files)
+            with strategy.timeline(folder) if is_on else nullcontext():
+                seconds = harness.slowest(comm, epoch)
+            (on if is_on else off).append(seconds / steps * 1e6)
+        size_bytes = sum(path.stat().st_size for path in folder.glob("timeline-*"))
         comm.Barrier()
+    ratios = [a / b for a, b in zip(on, off)]
     if comm.rank == 0:
         print(f"recorder and counters: {recorder_ns(strategy):.0f} ns a collective")
         print(

@@ -10,45 +10,273 @@ contestants take turns of two epochs, in an order that changes. Only the second 
 counts: in the first one, the caches still hold what the contestant before has used,
 which no job would have beside it. Results are microseconds per step of the slowest
 rank, medians over the epochs, and ratios of turns of the same round. The mean losses
-are compared at the end: all have done the same work. The machine should do nothing
+show at the end that all have done the same work. The machine should do nothing
 else.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import datetime
-import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
-# One rank is one share of the CPU
-os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+import harness
 
-import charts
-import measuring
+# isort: split
+import digits
+import h5py
 import numpy as np
-import step_contestants
-from comparisons import TABLE_HEAD, Comparison
+import rivals
+import train_digits
 from mpi4py import MPI
-from step_contestants import Contestant, digits
 
 import mpidist
+from mpidist.comm.consensus import consensus, flight_recorder
+from mpidist.util.counters import Counters
 
 # Where a step costs little, what the library costs shows
 SMALL = ["--shifts=0", "--hidden=128", "--batch-size=64", "--learning-rate=0.05"]
+MOMENTUM = 0.9
 UNCOUNTED = "mpidist without counters"
+DDP, MWMS = "torch DDP (gloo)", "TensorFlow MWMS"
 # What ours may cost at most, by each of the others
-TARGETS = {
-    "by hand": 1.5,
-    UNCOUNTED: 1.01,
-    "torch DDP (gloo)": 0.2,
-    "TensorFlow MWMS": 0.1,
-}
+TARGETS = {"by hand": 1.5, UNCOUNTED: 1.01, DDP: 0.2, MWMS: 0.1}
 ALONE = "by hand", UNCOUNTED  # what ours is held against at one rank, too
+
+# Trains for one epoch, and returns the mean loss of its rows
+Contestant = Callable[[], float]
+
+
+def read_all(files: Sequence[Path]) -> tuple[Any, Any]:
+    """Return all rows: they are few, so one would keep them in memory."""
+    pairs = []
+    for path in files:
+        with h5py.File(path) as file:
+            pairs.append((file["x"][:], file["y"][:]))
+    x, y = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
+    return x, y
+
+
+def first_weights(options: argparse.Namespace) -> list[Any]:
+    """Return the weights with which all begin."""
+    rng = np.random.default_rng(options.seed)
+    sizes = [(digits.PIXELS, options.hidden), (options.hidden, 10)]
+    weights = []
+    for fan_in, fan_out in sizes:
+        scale = np.sqrt(2 / fan_in)
+        weights += [
+            rng.normal(scale=scale, size=(fan_in, fan_out)),
+            np.zeros(fan_out),
+        ]
+    return weights
+
+
+class Shares:
+    """The rows of this rank in each global batch, in an order that changes by epoch."""
+
+    def __init__(
+        self, comm: MPI.Intracomm, files: Sequence[Path], options: argparse.Namespace
+    ):
+        self._rank, self._size, self._batch = comm.rank, comm.size, options.batch_size
+        self._x, self._y = read_all(files)
+        self._random = np.random.default_rng(options.seed)
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        order = self._random.permutation(len(self._x))
+        for begin in range(0, len(order), self._batch):
+            rows = order[begin : begin + self._batch]
+            share = -(-len(rows) // self._size)
+            mine = rows[self._rank * share : (self._rank + 1) * share]
+            yield self._x[mine] / 16.0, self._y[mine]
+
+
+class ByHand:
+    """NumPy, h5py and mpi4py: loss, rows and gradients in one all-reduce a step."""
+
+    def __init__(
+        self, comm: MPI.Intracomm, files: Sequence[Path], options: argparse.Namespace
+    ):
+        self._comm, self._rate = comm, options.learning_rate
+        self._shares = Shares(comm, files, options)
+        first = first_weights(options)
+        count = sum(weight.size for weight in first)
+        self._packed = np.zeros(2 + count)
+        self._flat, self._velocity = np.zeros(count), np.zeros(count)
+        cuts = np.cumsum([weight.size for weight in first])[:-1]
+        self._weights, self._gradients = (
+            [part.reshape(w.shape) for part, w in zip(np.split(a, cuts), first)]
+            for a in (self._flat, self._packed[2:])
+        )
+        for weight, value in zip(self._weights, first):
+            weight[:] = value
+
+    def epoch(self) -> float:
+        """Train, see `Contestant`."""
+        packed, totals = self._packed, np.zeros(2)
+        for x, y in self._shares:
+            self._differentiate(x, y)
+            self._comm.Allreduce(MPI.IN_PLACE, packed)
+            totals += packed[:2]
+            self._velocity *= MOMENTUM
+            self._velocity += packed[2:] / packed[1]
+            self._flat -= self._rate * self._velocity
+        return float(totals[0] / totals[1])
+
+    def _differentiate(self, x: Any, y: Any) -> None:
+        w1, b1, w2, b2 = self._weights
+        d_w1, d_b1, d_w2, d_b2 = self._gradients
+        hidden = np.maximum(x @ w1 + b1, 0)
+        logits = hidden @ w2 + b2
+        logits -= logits.max(axis=1, keepdims=True)
+        logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        rows = np.arange(len(y))
+        self._packed[:2] = -logits[rows, y].sum(), len(y)
+        d_logits = np.exp(logits)
+        d_logits[rows, y] -= 1
+        d_hidden = (d_logits @ w2.T) * (hidden > 0)
+        np.matmul(x.T, d_hidden, out=d_w1)
+        d_hidden.sum(axis=0, out=d_b1)
+        np.matmul(hidden.T, d_logits, out=d_w2)
+        d_logits.sum(axis=0, out=d_b2)
+
+
+class Ours:
+    """The functions of `jobs/train_digits.py`, as it calls them."""
+
+    def __init__(self, strategy: mpidist.Strategy, options: argparse.Namespace):
+        self._strategy = strategy
+        self._train, _ = train_digits.read(strategy, options)
+        with strategy.scope():
+            self._trainer = train_digits.Trainer(options)
+
+    def epoch(self) -> float:
+        """Train, see `Contestant`."""
+        for batch in self._train:
+            self._strategy.run(self._trainer.step, args=batch)
+        return self._trainer.end_epoch()
+
+
+class _Uncounted(Counters):
+    """Counts no steps."""
+
+    begin = mark = end_input = end_epoch = lambda *_: None
+
+
+class _UncountedRecorder(flight_recorder.Recorder):
+    """Keeps the last collectives, as ever, and counts nothing."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.counters = _Uncounted()
+
+    def note_arrivals(self, is_agreed: bool, _: object) -> bool:
+        return is_agreed
+
+    def count(self, *_: object) -> None:
+        return None
+
+    def end(self) -> None:
+        if self._opened:
+            self._opened = 0
+            self._words[self._place + flight_recorder.ENDED] = time.monotonic_ns()
+
+
+def without_counters() -> mpidist.Strategy:
+    """Make a strategy that does not know where its time goes. Collective."""
+    with mock.patch.object(consensus, "Recorder", _UncountedRecorder):
+        return mpidist.MirroredStrategy(["CPU:0"])
+
+
+def torch_ddp(
+    comm: MPI.Intracomm, files: Sequence[Path], options: argparse.Namespace
+) -> Contestant:
+    """Return a contestant that is torch's DistributedDataParallel, in its group."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = torch.nn.Sequential(
+        torch.nn.Linear(digits.PIXELS, options.hidden),
+        torch.nn.ReLU(),
+        torch.nn.Linear(options.hidden, 10),
+    ).double()
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), first_weights(options)):
+            parameter.copy_(torch.from_numpy(value.T))
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(
+        parallel.parameters(), options.learning_rate, momentum=MOMENTUM
+    )
+    shares = Shares(comm, files, options)
+
+    def train() -> float:
+        totals = np.zeros(2)
+        for x, y in shares:
+            optimizer.zero_grad()
+            logits = parallel(torch.from_numpy(x))
+            loss = torch.nn.functional.cross_entropy(
+                logits, torch.from_numpy(y.astype(np.int64))
+            )
+            loss.backward()
+            optimizer.step()
+            totals += float(loss.detach()) * len(y), len(y)
+        loss_sum, rows = comm.allreduce(totals)
+        return float(loss_sum / rows)
+
+    return train
+
+
+def tensorflow(
+    comm: MPI.Intracomm, files: Sequence[Path], options: argparse.Namespace
+) -> Contestant | None:
+    """Return a contestant that is MultiWorkerMirroredStrategy; None without it."""
+    strategy = rivals.tensorflow_strategy(comm)
+    if strategy is None:
+        return None
+    import tensorflow as tf
+
+    with strategy.scope():
+        weights = [tf.Variable(value) for value in first_weights(options)]
+        velocities = [tf.Variable(tf.zeros_like(weight)) for weight in weights]
+    x, y = read_all(files)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y.astype(np.int64)))
+    dataset = dataset.shuffle(len(x), seed=options.seed).batch(options.batch_size)
+    dataset = dataset.map(lambda x, y: (tf.cast(x, tf.float64) / 16.0, y))
+    distributed = strategy.experimental_distribute_dataset(dataset)
+
+    def replica_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            w1, b1, w2, b2 = weights
+            logits = tf.nn.relu(x @ w1 + b1) @ w2 + b2
+            loss = tf.reduce_sum(
+                tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
+            )
+        gradients = tape.gradient(loss, weights)
+        rows = tf.cast(tf.shape(y)[0], tf.float64)
+        context = tf.distribute.get_replica_context()
+        loss, rows, *gradients = context.all_reduce("SUM", [loss, rows, *gradients])
+        for weight, velocity, gradient in zip(weights, velocities, gradients):
+            velocity.assign(MOMENTUM * velocity + gradient / rows)
+            weight.assign_sub(options.learning_rate * velocity)
+        return loss, rows
+
+    @tf.function
+    def step(x: Any, y: Any) -> Any:
+        loss, rows = strategy.run(replica_step, args=(x, y))
+        return strategy.reduce("MEAN", loss, axis=None), strategy.reduce(
+            "MEAN", rows, axis=None
+        )
+
+    def train() -> float:
+        totals = np.zeros(2)
+        for x, y in distributed:
+            totals += [float(number) for number in step(x, y)]
+        return float(totals[0] / totals[1])
+
+    return train
 
 
 def measure(
@@ -56,101 +284,65 @@ def measure(
     contestants: Mapping[str, Contestant],
     steps: int,
     epochs: int,
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return microseconds per step of each epoch, and the last mean losses.
+) -> tuple[harness.Times, dict[str, float]]:
+    """Return seconds per step of each epoch, and the last mean losses. Collective.
 
-    Collective. The first turn of each is not counted.
+    The first turn of each is not counted.
     """
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    losses = {}
+    times: harness.Times = {name: [] for name in contestants}
+    losses: dict[str, float] = {}
     order = np.random.default_rng(0)  # the same on all ranks
     for turn in range(1 + epochs):
         for name in order.permutation(list(contestants)).tolist():
-            train = contestants[name]
+
+            def train(name: str = name) -> None:
+                losses[name] = contestants[name]()
+
             train()
-            comm.Barrier()
-            start = time.perf_counter()
-            losses[name] = train()
-            seconds = comm.allreduce(time.perf_counter() - start, MPI.MAX)
+            seconds = harness.slowest(comm, train)
             if turn:
-                times[name].append(seconds / steps * 1e6)
+                times[name].append(seconds / steps)
     return times, losses
 
 
-def compare(times: Mapping[str, list[float]], ranks: int) -> list[Comparison]:
-    """Return ours beside each of the others."""
-    case = f"training step, {ranks} rank{'s' if ranks > 1 else ''}"
-    return [
-        Comparison(
-            case,
-            name,
-            "us",
-            times["mpidist"],
-            theirs,
-            target=TARGETS[name] if ranks > 1 or name in ALONE else None,
-            is_at_least=False,
-        )
-        for name, theirs in times.items()
-        if name != "mpidist"
-    ]
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = harness.parser(__doc__)
+    parser.add_argument(
+        "--epochs", type=int, default=30, help="of each contestant (default 30)"
     )
-    add = parser.add_argument
-    add("--output", type=Path, help="JSON file; a PNG goes beside it")
-    add("--epochs", type=int, default=30, help="of each contestant (default 30)")
-    add("--tiny", action="store_true", help="only see that all run")
     options = parser.parse_args(arguments)
     comm = MPI.COMM_WORLD
     strategy = mpidist.MirroredStrategy(["CPU:0"])
-    with tempfile.TemporaryDirectory() as own, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as own, rivals.torch_group(comm) as has_torch:
         folder = Path(comm.bcast(own))
         job = digits.make_parser(None).parse_args([*SMALL, f"--data-dir={folder}"])
-        ours = step_contestants.Ours(strategy, job)  # writes the data
+        ours = Ours(strategy, job)  # writes the data
         files, _ = digits.paths(folder, job.shifts)
         contestants: dict[str, Contestant | None] = {
             "mpidist": ours.epoch,
-            "by hand": step_contestants.ByHand(comm, files, job).epoch,
-            UNCOUNTED: step_contestants.Ours(
-                step_contestants.without_counters(), job
-            ).epoch,
-            "torch DDP (gloo)": stack.enter_context(
-                step_contestants.torch_ddp(comm, files, job)
-            ),
-            "TensorFlow MWMS": step_contestants.tensorflow(comm, files, job),
+            "by hand": ByHand(comm, files, job).epoch,
+            UNCOUNTED: Ours(without_counters(), job).epoch,
+            DDP: torch_ddp(comm, files, job) if has_torch else None,
+            MWMS: tensorflow(comm, files, job),
         }
         present = {name: train for name, train in contestants.items() if train}
-        rows = len(step_contestants.read_all(files)[0])
-        steps = -(-rows // job.batch_size)
+        steps = -(-len(read_all(files)[0]) // job.batch_size)
         epochs = 1 if options.tiny else options.epochs
         times, losses = measure(comm, present, steps, epochs)
         comm.Barrier()
-    if comm.rank:
-        return
-    comparisons = compare(times, comm.size)
-    print(TABLE_HEAD)
-    for comparison in comparisons:
-        print(comparison.line())
-    print("mean losses:", *(f"{name} {loss:.4f}" for name, loss in losses.items()))
-    missing = [name for name in contestants if name not in present]
-    if missing:
-        print("not installed:", ", ".join(missing))
-    if options.output:
-        result = {
-            "machine": measuring.describe_machine(Path(tempfile.gettempdir())),
-            "date": datetime.date.today().isoformat(),
-            "ranks": comm.size,
-            "rows_per_batch": job.batch_size,
-            "hidden": job.hidden,
-            "losses": losses,
-            "skipped": missing,
-            "comparisons": [comparison.as_dict() for comparison in comparisons],
-        }
-        measuring.save(options.output, result)
-        charts.draw(charts.draw_step, result, options.output.with_suffix(".png"))
+    case = f"training step, {comm.size} rank{'s' if comm.size > 1 else ''}"
+    targets = {n: t for n, t in TARGETS.items() if comm.size > 1 or n in ALONE}
+    harness.report(
+        harness.beside(case, times, targets, ours="mpidist"),
+        options.output,
+        comm,
+        rows_per_batch=job.batch_size,
+        hidden=job.hidden,
+        losses=losses,
+        skipped=[f"{n}: not installed" for n in contestants if n not in present],
+    )
+    found = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+    harness.say(comm, f"mean losses: {found}")
 
 
 if __name__ == "__main__":

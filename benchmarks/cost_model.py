@@ -13,14 +13,13 @@ operations in MPICH, 2005, section 4.5). Each rank of a node sends its part, all
 the node's network, and blocks overlap: the slower level counts, and the first block of
 the other one.
 
-There is no network in one machine. So the curves are drawn for assumed networks, which
-are named; --network adds one, and --wire one that `bench_network.py` has measured with
+There is no network in one machine. So the times are for assumed networks, which are
+named; --network adds one, and --wire one that `bench_network.py` has measured with
 plain sockets. How far the model is off from what all-reduces took there is told, too.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -29,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import charts
+import harness
 
 NETWORKS = {
     "100 Gbit/s, 2 us (assumed)": (2e-6, 12.5e9),
@@ -90,7 +89,7 @@ def measured(result: Mapping[str, Any]) -> dict[int, float]:
         kind, _, rest = comparison["case"].partition(", ")
         size = rest.removesuffix(" bytes").replace(",", "")
         if kind == "all_reduce" and size.isdecimal():
-            seconds[int(size)] = comparison["ours_median"] * 1e-6
+            seconds[int(size)] = comparison["ours"] * 1e-6
     return seconds
 
 
@@ -158,20 +157,13 @@ def model(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("results", type=Path, help="JSON file of bench_collectives.py")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file; and PNG")
-    parser.add_argument("--ranks-per-node", type=int, default=8)
-    parser.add_argument(
-        "--network",
-        nargs=2,
-        type=float,
-        metavar=("US", "GBIT"),
-        help="latency in microseconds, and bandwidth in Gbit/s",
-    )
-    parser.add_argument("--wire", type=Path, help="JSON file of bench_network.py")
+    parser = harness.parser(__doc__)
+    add = parser.add_argument
+    add("results", type=Path, help="JSON file of bench_collectives.py")
+    add("--ranks-per-node", type=int, default=8)
+    text = "latency in microseconds, and bandwidth in Gbit/s"
+    add("--network", nargs=2, type=float, metavar=("US", "GBIT"), help=text)
+    add("--wire", type=Path, help="JSON file of bench_network.py")
     options = parser.parse_args(arguments)
     networks, layouts = dict(NETWORKS), []
     if options.wire:
@@ -199,8 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{curve['size']}, {curve['network']}, {RANKS[-1]} ranks: "
             f"{curve['seconds'][-1] * 1e3:.3g} ms"
         )
-    options.output.write_text(json.dumps(found, indent=1) + "\n")
-    charts.draw(charts.draw_model, found, options.output.with_suffix(".png"))
+    if options.output:
+        options.output.write_text(harness.as_text(found) + "\n")
 
 
 if __name__ == "__main__":

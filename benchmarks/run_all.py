@@ -18,52 +18,42 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
+# Script, numbers of ranks (0: it starts jobs itself), name of the results, arguments.
+# In the latter two, NAME is the MPI library's, FOLDER that of results
+TABLE: list[tuple[str, tuple[int, ...], str, list[str]]] = [
+    ("bench_collectives", (2, 4), "collectives-NAME-RANKS", []),
+    ("cost_model", (0,), "model-NAME", ["FOLDER/collectives-NAME-2ranks.json"]),
+    ("bench_scaling", (0,), "scaling-NAME", ["--mpirun=MPIRUN"]),
+    ("bench_large", (2,), "large-NAME", []),
+    ("bench_checkpoint", (2,), "checkpoint-NAME", []),
+    ("bench_frameworks", (2,), "frameworks-NAME", []),
+    ("bench_monitor", (2,), "", []),
+    ("bench_step", (1, 2), "step-NAME-RANKS", []),
+    ("bench_jax", (1, 2), "jax-NAME-RANKS", []),
+    ("bench_input", (1, 2), "input-NAME-RANKS", []),
+    ("bench_inflate", (0,), "inflate-NAME", []),
+]
+NEEDED = {"bench_frameworks": "torch", "bench_jax": "jax"}
 
 
-def commands(
-    mpirun: Sequence[str], name: str, folder: Path, is_tiny: bool
-) -> Iterator[list[str]]:
+def commands(options: argparse.Namespace) -> Iterator[list[str]]:
     """Yield what is run."""
-    python = sys.executable
-    tiny = ["--tiny"] if is_tiny else []
-
-    def ranks(count: int) -> list[str]:
-        return [*mpirun, "-n", str(count), python]
-
-    def output(stem: str) -> str:
-        return f"--output={folder / stem}.json"
-
-    for count in (2, 4):
-        stem = f"collectives-{name}-{count}ranks"
-        yield [*ranks(count), str(HERE / "bench_collectives.py"), *tiny, output(stem)]
-    stem = f"collectives-{name}-2ranks.json"
-    yield [
-        python,
-        str(HERE / "cost_model.py"),
-        str(folder / stem),
-        output(f"model-{name}"),
-    ]
-    few = ["--ranks", "1", "2", "--repetitions=1", "--epochs=1"] if is_tiny else []
-    yield [
-        python,
-        str(HERE / "bench_scaling.py"),
-        f"--mpirun={shlex.join(mpirun)}",
-        *few,
-        output(f"scaling-{name}"),
-    ]
-    count = ["--count=100000"] if is_tiny else []
-    yield [*ranks(2), str(HERE / "bench_large.py"), *count, output(f"large-{name}")]
-    checkpoints = str(HERE / "bench_checkpoint.py")
-    yield [*ranks(2), checkpoints, *tiny, output(f"checkpoint-{name}")]
-    frameworks = str(HERE / "bench_frameworks.py")
-    yield [*ranks(2), frameworks, *tiny, output(f"frameworks-{name}")]
-    yield [*ranks(2), str(HERE / "bench_monitor.py"), *tiny]
-    for number in (1, 2):
-        stem = f"jax-{name}-{number}rank{'s' if number > 1 else ''}"
-        if importlib.util.find_spec("jax") is not None:
-            yield [*ranks(number), str(HERE / "bench_jax.py"), *tiny, output(stem)]
-        stem = f"input-{name}-{number}rank{'s' if number > 1 else ''}"
-        yield [*ranks(number), str(HERE / "bench_input.py"), *tiny, output(stem)]
+    for script, numbers, stem, arguments in TABLE:
+        if importlib.util.find_spec(NEEDED.get(script, "mpi4py")) is None:
+            print(f"{script} is left out: {NEEDED[script]} is not installed")
+            continue
+        for ranks in numbers:
+            words = [*arguments, *([f"--output=FOLDER/{stem}.json"] if stem else [])]
+            for word, text in {
+                "FOLDER": str(options.folder),
+                "NAME": options.name,
+                "RANKS": f"{ranks}rank{'s' if ranks > 1 else ''}",
+                "MPIRUN": options.mpirun,
+            }.items():
+                words = [argument.replace(word, text) for argument in words]
+            mpirun = [*shlex.split(options.mpirun), "-n", str(ranks)] if ranks else []
+            tiny = ["--tiny"] if options.tiny else []
+            yield [*mpirun, sys.executable, str(HERE / f"{script}.py"), *tiny, *words]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,8 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
     failed = []
-    mpirun = shlex.split(options.mpirun)
-    for command in commands(mpirun, options.name, options.folder, options.tiny):
+    for command in commands(options):
         print(f"\n$ {shlex.join(command)}", flush=True)
         start = time.perf_counter()
         if subprocess.run(command).returncode:

@@ -30,7 +30,7 @@ import gpu_cases
 import gpu_checks
 import gpu_input
 import gpu_limits
-import measuring
+import harness
 from gpu_timing import Setting
 from mpi4py import MPI
 
@@ -46,7 +46,7 @@ def find_facts(setting: Setting) -> None:
     ways = group.collectives.transports.by_name
     if gpus is None:
         raise SystemExit("the replicas are not on GPUs")
-    machine = measuring.describe_machine(Path.cwd()) | {
+    machine = harness.describe_machine(Path.cwd()) | {
         "gpu": gpus.identities[0].name,
         "gpus_used": len(set(gpus.identities)),
         "gpu_memory_bytes": properties["totalGlobalMem"],

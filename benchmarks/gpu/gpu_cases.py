@@ -7,8 +7,8 @@ from typing import Any
 
 import cupy
 import gpu_rivals
-import gradient_shapes
 import numpy as np
+import rivals
 from gpu_rivals import KEPT, NCCL, PAGEABLE, RAW, RAW_HOST
 from gpu_timing import Setting
 from mpi4py import MPI
@@ -136,7 +136,7 @@ def compare_gradients(setting: Setting) -> None:
     comm, replica = setting.comm, mpidist.get_replica_context()
     assert replica is not None
     model = "ResNet-50"
-    shapes = gradient_shapes.MODELS[model]
+    shapes = rivals.MODELS[model]
     if setting.is_quick:
         shapes = shapes[:6]
     given = [setting.numbers(shape) for shape in shapes]

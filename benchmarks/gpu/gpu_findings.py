@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from comparisons import Comparison
+from harness import Comparison
 
 __all__ = [
     "all_of",

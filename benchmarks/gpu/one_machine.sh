@@ -114,7 +114,7 @@ for m in (mpidist, cupy, numpy, h5py, mpi4py, pytest):
     print(m.__name__, m.__version__)' || return
     local run left failed=''
     for run in $runs; do
-        # To end a job takes 20 s at most, and charts take time
+        # To end a job takes 20 s at most
         left=$((60 * minutes - SECONDS - 25))
         ((left > 30)) || { status=3; break; }
         say "run $run, for $left s"

@@ -23,8 +23,8 @@ about 20 minutes. The parts:
     impi       with --impi only: Intel MPI with and without I_MPI_OFFLOAD
 
 Each part has a time limit; if one fails, the others go on. Into the output folder go,
-named by the GPU: a JSON and, with matplotlib, a PNG file for each number of ranks, and
-the table of what must be shown; and a log of all that was printed.
+named by the GPU: a JSON file for each number of ranks, and the table of what must be
+shown; and a log of all that was printed.
 
 Where a command may take some minutes only: `--minutes 8 --go-on`, again and again, does
 what the results in the output folder say is left.
@@ -53,7 +53,6 @@ from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import charts
 import gpu_digits
 import gpu_findings
 import gpu_parts
@@ -299,12 +298,10 @@ class Run:
         return folder / f"{self._stem(ranks)}-{_ranks(ranks).replace(' ', '')}{ending}"
 
     def finish(self) -> None:
-        """Write charts, and the table of what must be shown, which is printed, too."""
+        """Write the table of what must be shown, and print it."""
         lines = []
         for ranks in sorted(self._options.ranks, reverse=True):
             result = self.save(ranks)
-            if result["machine"]:
-                charts.draw(charts.draw_gpu, result, self._path(ranks, ".png"))
             lines += ["", _ranks(ranks), *result["table"]]
             for title in ("checks", "failures", "impi"):
                 if result[title]:

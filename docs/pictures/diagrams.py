@@ -1,14 +1,12 @@
 """Draw the manual's diagrams: python docs/pictures/diagrams.py [--check].
 
-The charts are drawn by benchmarks/user_charts.py.
+The charts are drawn by charts.py.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from svg import Picture, text_width
 

@@ -1,10 +1,9 @@
 """Draw the manual's charts: mpidist beside what one would take instead.
 
-    python benchmarks/user_charts.py            from results/*.json to docs/pictures
-    python benchmarks/user_charts.py --check    say which picture is not up to date
+    python docs/pictures/charts.py            from benchmarks/results/*.json
+    python docs/pictures/charts.py --check    say which picture is not up to date
 
-The charts of the benchmarks themselves (results/*.png) compare with targets; these are
-for users: absolute times and rates, and the physical limit as a line.
+Absolute times and rates, and the physical limit as a line.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from typing import Any
 
 from svg import Picture, text_width
 
-RESULTS = Path(__file__).parent / "results"
-PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+PICTURES = Path(__file__).parent
 WIDTH = 480
 LEFT, RIGHT, PLOT = 62, 16, 230
 MPI, GLOO, TENSORFLOW = "MPI (mpi4py)", "torch gloo", "TensorFlow"
@@ -49,10 +48,10 @@ def times_by_size(
     for c in comparisons:
         size = size_of(c["case"])
         if size is not None:
-            lines["mpidist"][size] = c["ours_median"] / 1e6
+            lines["mpidist"][size] = c["ours"] / 1e6
             if c["against"] in names:
                 other = lines.setdefault(names[c["against"]], {})
-                other[size] = c["theirs_median"] / 1e6
+                other[size] = c["theirs"] / 1e6
     return {name: sorted(line.items()) for name, line in lines.items()}
 
 
@@ -232,9 +231,9 @@ def throughput() -> Picture:
         (
             "NumPy, MLP 64-128-10, batch of 64: steps per second",
             [
-                ("mpidist", 1e6 / hand["ours_median"], "ours"),
-                ("torch DDP (gloo)", 1e6 / ddp["theirs_median"], "theirs"),
-                ("by hand with mpi4py", 1e6 / hand["theirs_median"], "theirs"),
+                ("mpidist", 1e6 / hand["ours"], "ours"),
+                ("torch DDP (gloo)", 1e6 / ddp["theirs"], "theirs"),
+                ("by hand with mpi4py", 1e6 / hand["theirs"], "theirs"),
             ],
         )
     ]
@@ -244,10 +243,10 @@ def throughput() -> Picture:
         ("ResNet, 8 images of 32x32", "PyTorch, ResNet, 32x32: images per second"),
     ):
         ddp = find(frameworks, case, "torch DDP (gloo)")
-        alone = find(frameworks, case, "no communication")["theirs_median"]
+        alone = find(frameworks, case, "no communication")["theirs"]
         bars = [
-            ("mpidist.torch", ddp["ours_median"], "ours"),
-            ("torch DDP (gloo)", ddp["theirs_median"], "theirs"),
+            ("mpidist.torch", ddp["ours"], "ours"),
+            ("torch DDP (gloo)", ddp["theirs"], "theirs"),
             ("without communication", alone, "limit"),
         ]
         groups.append((heading, bars))
@@ -286,12 +285,12 @@ def reading() -> Picture:
         ),
     ):
         first = find(found, case, next(iter(others)))
-        bars = [("mpidist", first["ours_median"], "ours")]
+        bars = [("mpidist", first["ours"], "ours")]
         for against, name in others.items():
-            value = find(found, case, against)["theirs_median"]
+            value = find(found, case, against)["theirs"]
             bars.append((name, value, "theirs"))
         if limit is not None:
-            value = find(found, case, limit[0])["theirs_median"]
+            value = find(found, case, limit[0])["theirs"]
             bars.append((limit[1], value, "limit"))
         groups.append((heading, bars))
     title = "Reading HDF5, 2 ranks: rows of 3 KiB (longer is better)"
@@ -358,6 +357,7 @@ CHARTS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw all charts, or say which are not up to date."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
