@@ -27,7 +27,13 @@ JOB = harness.ROOT / "jobs" / "train_digits.py"
 
 def rate(command: Sequence[str]) -> float:
     """Run the job, and return the rows per second that it prints."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command,
+        env=harness.USERS_ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     if done.returncode:
         raise SystemExit(f"{shlex.join(command)} failed:\n{done.stderr}")
     found = re.search(r"samples_per_s=(\d+)", done.stdout)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import platform
 import random
@@ -23,14 +22,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any
 
-from mpi4py import MPI
+import harness
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+# isort: split
 import launching
 import virtual_nodes
+from mpi4py import MPI
 
 NODES_JOB = Path(launching.__file__).parents[1] / "jobs" / "node_faults_job.py"
 OF_MPI = re.compile("mpich|sm_seg|ompi|osc")
@@ -344,32 +345,46 @@ assert buckets.result == {{}}
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What became of all tries of one fault."""
-
-    fault: str
-    tries: int
-    detected: int
-    median_seconds: float
-    longest_seconds: float
-    tracebacks: int
-    processes_left: int
-    files_left: int
-    shared_left: int
-    shared_left_by_mpi: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Try:
-    """What became of one try."""
+    """What became of one try of a fault."""
 
     is_detected: bool
     seconds: float
-    tracebacks: int
-    processes_left: int
-    files_left: int
-    shared_left: int
-    shared_left_by_mpi: int
+    tracebacks: int = 0
+    processes_left: int = 0
+    files_left: int = 0
+    shared_left: int = 0
+    shared_left_by_mpi: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        fault: Fault,
+        code: int | None,
+        out: str,
+        seconds: float,
+        left: Sequence[int],
+        shared: Collection[str],
+    ) -> Try:
+        """Judge the exit code, None if it never ended, and the output of a job.
+
+        Args:
+          fault: what happened to it.
+          code: its exit code.
+          out: what it printed.
+          seconds: from the fault to the end.
+          left: how many processes and files are left.
+          shared: the names of shared memory that are left.
+        """
+        is_right = code is not None and (code == 0) is fault.is_survived
+        is_detected = is_right and re.search(fault.says, out, re.DOTALL) is not None
+        if not is_detected:
+            print(f"not detected, exit code {code}:\n{out}", file=sys.stderr)
+        by_mpi = sum(OF_MPI.search(name) is not None for name in shared)
+        tracebacks = out.count("Traceback (most recent call last)")
+        return cls(
+            is_detected, seconds, tracebacks, *left, len(shared) - by_mpi, by_mpi
+        )
 
 
 def run(fault: Fault, ranks: int, hang_seconds: float) -> Try:
@@ -385,7 +400,6 @@ def run(fault: Fault, ranks: int, hang_seconds: float) -> Try:
             "TMPDIR": folder,
             "FAULTS_FOLDER": folder,  # tells the job's processes from others
         }
-        script = PROLOGUE + fault.script
         options = ("--with-ft", "ulfm") if fault.needs_ulfm else ()
         command = [*launching.mpirun_command(ranks, *options), sys.executable]
         if fault.has_full_dumps:
@@ -395,7 +409,7 @@ def run(fault: Fault, ranks: int, hang_seconds: float) -> Try:
             in_shell = f'{mount} && exec "$@"'
             command = ["unshare", "-m", "sh", "-c", in_shell, "sh", *command]
         job = subprocess.Popen(
-            [*command, "-c", script],
+            [*command, "-c", PROLOGUE + fault.script],
             env=environment,
             cwd=place,
             stdout=subprocess.PIPE,
@@ -414,32 +428,20 @@ def run(fault: Fault, ranks: int, hang_seconds: float) -> Try:
             os.killpg(job.pid, signal.SIGINT)
         try:
             out, _ = job.communicate(timeout=LIMIT_SECONDS)
-            is_ended = True
+            code = job.returncode
         except subprocess.TimeoutExpired:
-            is_ended = False
+            code = None
             for pid in [job.pid, *processes_of(folder)]:
                 os.kill(pid, signal.SIGKILL)
             out, _ = job.communicate()
         ended = time.time()
         times = [float(t) for t in re.findall(r"fault at ([\d.]+)", out)]
-        says = re.search(fault.says, out, re.DOTALL) is not None
-        left = wait_until_gone(folder)
-        files = [path for path in Path(folder).rglob("*") if path.is_file()]
+        first = min([begun, *times] if fault.interrupted else times or [begun])
+        wait_until(lambda: not processes_of(folder), 60.0)
+        files = sum(path.is_file() for path in Path(folder).rglob("*"))
+        left = (len(processes_of(folder)), files)
         shared = shared_memory() - before
-        by_mpi = {name for name in shared if OF_MPI.search(name)}
-        is_right = (job.returncode == 0) is fault.is_survived
-        is_detected = is_ended and says and is_right
-        if not is_detected:
-            print(f"not detected, exit code {job.returncode}:\n{out}", file=sys.stderr)
-        return Try(
-            is_detected,
-            ended - min([begun, *times] if fault.interrupted else times or [begun]),
-            out.count("Traceback (most recent call last)"),
-            left,
-            len(files),
-            len(shared - by_mpi),
-            len(by_mpi),
-        )
+        return Try.of(fault, code, out, ended - first, left, shared)
 
 
 def run_on_nodes(fault: Fault, count: int, hang_seconds: float) -> Try:
@@ -462,25 +464,15 @@ def run_on_nodes(fault: Fault, count: int, hang_seconds: float) -> Try:
             ended = job.wait(LIMIT_SECONDS)
         except AssertionError as error:
             print(f"not detected: {error}", file=sys.stderr)
-            return Try(False, LIMIT_SECONDS, 0, 0, 0, 0, 0)
-        seconds = time.time() - begun
-        wait_until(lambda: not any(node.processes for node in nodes.running))
-        is_right = (ended.returncode == 0) is fault.is_survived
-        is_detected = is_right and re.search(fault.says, ended.stdout) is not None
-        if not is_detected:
-            print(f"not detected:\n{ended.stdout}", file=sys.stderr)
-        shared = [name for node in nodes.running for name in node.shared_memory]
-        by_mpi = [name for name in shared if OF_MPI.search(name)]
-        files = [name for node in nodes.running for name in node.temporary_files]
-        return Try(
-            is_detected,
-            seconds,
-            ended.stdout.count("Traceback (most recent call last)"),
-            sum(len(node.processes) for node in nodes.running),
-            len(files),
-            len(shared) - len(by_mpi),
-            len(by_mpi),
+            return Try(False, LIMIT_SECONDS)
+        seconds, running = time.time() - begun, nodes.running
+        wait_until(lambda: not any(node.processes for node in running))
+        left = (
+            sum(len(node.processes) for node in running),
+            sum(len(node.temporary_files) for node in running),
         )
+        shared = [name for node in running for name in node.shared_memory]
+        return Try.of(fault, ended.returncode, ended.stdout, seconds, left, shared)
 
 
 def break_network(nodes: virtual_nodes.VirtualNodes, how: str) -> None:
@@ -510,39 +502,29 @@ def processes_of(mark: str) -> list[int]:
     return found
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    """Return when something is so, or after the limit."""
-    end = time.monotonic() + LIMIT_SECONDS
+def wait_until(is_so: Callable[[], bool], seconds: float = LIMIT_SECONDS) -> None:
+    """Return when something is so, or after a while."""
+    end = time.monotonic() + seconds
     while not is_so() and time.monotonic() < end:
         time.sleep(0.05)
 
 
-def wait_until_gone(mark: str) -> int:
-    """Return how many processes of a job are there a minute after its end."""
-    end = time.monotonic() + 60.0
-    while processes_of(mark) and time.monotonic() < end:
-        time.sleep(0.05)
-    return len(processes_of(mark))
-
-
-def measure(name: str, ranks: int, tries: int, hang_seconds: float) -> Outcome:
-    """Run the job of one fault several times."""
+def measure(name: str, ranks: int, tries: int, hang_seconds: float) -> dict[str, Any]:
+    """Run the job of one fault several times; return what became of all tries."""
     fault = FAULTS[name]
     run_once = run_on_nodes if fault.network else run
     done = [run_once(fault, ranks, hang_seconds) for _ in range(tries)]
     seconds = [t.seconds for t in done]
-    return Outcome(
-        name,
-        tries,
-        sum(t.is_detected for t in done),
-        statistics.median(seconds),
-        max(seconds),
-        max(t.tracebacks for t in done),
-        sum(t.processes_left for t in done),
-        sum(t.files_left for t in done),
-        sum(t.shared_left for t in done),
-        sum(t.shared_left_by_mpi for t in done),
-    )
+    left = ("processes_left", "files_left", "shared_left", "shared_left_by_mpi")
+    return {
+        "fault": name,
+        "tries": tries,
+        "detected": sum(t.is_detected for t in done),
+        "median_seconds": statistics.median(seconds),
+        "longest_seconds": max(seconds),
+        "tracebacks": max(t.tracebacks for t in done),
+        **{kind: sum(getattr(t, kind) for t in done) for kind in left},
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -579,21 +561,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     outcomes = []
     for fault in options.faults:
         o = measure(fault, options.ranks, options.tries, options.hang_seconds)
-        outcomes.append(dataclasses.asdict(o))
+        outcomes.append(o)
         print(
-            f"{o.fault:31} {o.tries:5} {o.detected:8} {o.median_seconds:6.2f}s "
-            f"{o.longest_seconds:5.2f}s {o.tracebacks:11} {o.processes_left:16} "
-            f"{o.files_left:5} {o.shared_left:6} ({o.shared_left_by_mpi})",
+            "{fault:31} {tries:5} {detected:8} {median_seconds:6.2f}s "
+            "{longest_seconds:5.2f}s {tracebacks:11} {processes_left:16} "
+            "{files_left:5} {shared_left:6} ({shared_left_by_mpi})".format(**o),
             flush=True,
         )
     if options.json is not None:
-        result = {
-            "mpi": library,
-            "ranks": options.ranks,
-            "hang_seconds": options.hang_seconds,
-            "outcomes": outcomes,
-        }
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        facts = {"ranks": options.ranks, "hang_seconds": options.hang_seconds}
+        harness.save(options.json, **facts, outcomes=outcomes)
     if any(o["detected"] < o["tries"] or o["processes_left"] for o in outcomes):
         sys.exit("a fault was not detected, or processes were left behind")
 

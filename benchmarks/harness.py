@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 # Helpers that start jobs, and the jobs themselves
 sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "jobs")]
+# For programs that are started as users start them
+USERS_ENVIRONMENT = dict(os.environ)
 # One rank is one share of the CPU: its BLAS must not take the others' cores
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 

@@ -29,14 +29,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import harness
+
+# isort: split
 import h5py
-import numpy as np
-from mpi4py import MPI
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import launching
+import numpy as np
 
-JOB = str(Path(__file__).parents[1] / "jobs" / "train_digits_resumable.py")
+JOB = str(harness.ROOT / "jobs" / "train_digits_resumable.py")
 RANKS = (1, 2, 3)
 # Many short steps
 SMALL = ("--shifts", "0", "--hidden", "128", "--batch-size", "64")
@@ -231,7 +231,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             jobs["same ranks" if len(used) == 1 else "other ranks"] += 1
             print(f"{sum(faults.values())} faults, ranks {sorted(used)}", flush=True)
     result = {
-        "mpi": " ".join(map(str, MPI.get_vendor())),
         "faults": dict(faults),
         "jobs": jobs,
         "undisturbed_seconds": seconds,
@@ -239,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     print(json.dumps(result, indent=1))
     if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        harness.save(options.json, **result)
 
 
 if __name__ == "__main__":

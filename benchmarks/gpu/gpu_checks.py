@@ -8,16 +8,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import cupy
 import numpy as np
-from gpu_timing import Setting
 from mpi4py import MPI
 
 from mpidist.device import arrays, kernels, streams
 from mpidist.device.memory import DeviceBuffer
 
-__all__ = ["run_checks"]
+if TYPE_CHECKING:
+    from bench_gpu import Setting
 
 # Whether it is as it should be, None where anything may be; and what was seen
 Outcome = tuple[bool | None, str]

@@ -38,10 +38,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import importlib.util
 import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -53,9 +55,10 @@ from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import gpu_digits
 import gpu_findings
 import gpu_parts
+import harness
+import numpy as np
 from gpu_parts import HERE, ROOT
 
 # Less time than that is too little to begin with a job
@@ -88,7 +91,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def environment() -> dict[str, str]:
     """Return the variables of all jobs."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    users = harness.USERS_ENVIRONMENT
+    paths = [str(ROOT), users.get("PYTHONPATH", "")]
     variables = {
         # More ranks than cores are no error, and ranks have threads of their own
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -98,16 +102,18 @@ def environment() -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
     }
     path = os.pathsep.join(filter(None, paths))
-    return variables | dict(os.environ) | {"PYTHONPATH": path}
+    return variables | users | {"PYTHONPATH": path}
 
 
 def look(variables: dict[str, str]) -> dict[str, Any]:
-    """Return what `look.py` finds.
+    """Return what `print_facts` finds, in a process of its own.
+
+    It loads MPI, and a process in MPI starts no MPI jobs.
 
     Raises:
       SystemExit: MPI does not start, or there is no GPU.
     """
-    command = [sys.executable, str(HERE / "look.py")]
+    command = [sys.executable, __file__, "--look"]
     ended = subprocess.run(
         command, env=variables, capture_output=True, text=True, timeout=_LOOK_SECONDS
     )
@@ -117,6 +123,51 @@ def look(variables: dict[str, str]) -> dict[str, Any]:
     if not found["gpus"]:
         raise SystemExit(f"there is no GPU here: {found['why']}")
     return found
+
+
+def print_facts() -> None:
+    """Print, as JSON, what there is: GPUs, or why not, the MPI library, its mpirun."""
+    from mpi4py import MPI
+
+    from mpidist.device import probe
+    from mpidist.device.binding import gpu_count
+
+    library, on_path = probe.library_path(), shutil.which("mpirun")
+    # The one that belongs to the MPI library first
+    folders = [] if library is None else [path / "bin" for path in library.parents[1:3]]
+    launchers = [
+        folder / "mpirun" for folder in [*folders, Path(sys.executable).parent]
+    ]
+    launchers += [Path(on_path)] if on_path else []
+    mpirun = next((str(path) for path in launchers if path.exists()), None)
+    count, name = gpu_count(), MPI.Get_library_version().partition("\n")[0]
+    why = "" if count else _why_no_gpu()
+    found = {"gpus": count, "why": why, "mpi": name.rstrip("\0 "), "mpirun": mpirun}
+    print(json.dumps(found))
+
+
+def _why_no_gpu() -> str:
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed"
+    import cupy
+
+    try:
+        return f"CuPy {cupy.__version__} sees {cupy.cuda.runtime.getDeviceCount()}"
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"CuPy {cupy.__version__} says: {error}"
+
+
+def write_digits(folder: Path) -> None:
+    """Write the data of the main job: noisy copies of ten made-up pictures."""
+    import digits
+
+    random = np.random.default_rng(0)
+    rows, shape = 1797, (digits.CLASSES, digits.PIXELS)
+    pictures = random.uniform(0, digits.BRIGHTEST, shape)
+    labels = random.integers(0, digits.CLASSES, rows)
+    noisy = pictures[labels] + random.normal(0, 6, (rows, digits.PIXELS))
+    shifts = digits.make_parser(None).get_default("shifts")
+    digits.write(folder, shifts, noisy.clip(0, digits.BRIGHTEST), labels)
 
 
 class Run:
@@ -289,13 +340,9 @@ class Run:
             "comparisons": [c.as_dict() for c in comparisons],
             "records": records,
         }
-        text = json.dumps(result, indent=1)
-        self._path(ranks, ".json").write_text(text + "\n")
+        name = f"{self._stem(ranks)}-{_ranks(ranks).replace(' ', '')}.json"
+        (self._options.output / name).write_text(harness.as_text(result) + "\n")
         return result
-
-    def _path(self, ranks: int, ending: str) -> Path:
-        folder: Path = self._options.output
-        return folder / f"{self._stem(ranks)}-{_ranks(ranks).replace(' ', '')}{ending}"
 
     def finish(self) -> None:
         """Write the table of what must be shown, and print it."""
@@ -335,7 +382,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         plan = gpu_parts.Plan(mpirun, Path(work), options.quick, options.impi)
         run = Run(options, plan, variables, log)
-        if gpu_digits.write_if_needed(plan.digits):
+        if importlib.util.find_spec("sklearn") is None:
+            write_digits(plan.digits)
             run.say("scikit-learn is not installed: the main job learns made-up digits")
         run.say(f"{found['gpus']} GPUs, {found['mpi']}, {shlex.join(mpirun)}")
         run.run()
@@ -346,4 +394,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:] == ["--look"]:
+        print_facts()
+    else:
+        sys.exit(main())
