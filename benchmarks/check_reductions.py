@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import itertools
 import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
 from typing import Any
 
 # A rank that fails alone leaves the others waiting: that is a disagreement, too
@@ -56,45 +56,23 @@ def sliced(array: Any) -> Any:
     return wide[..., ::2]
 
 
-def rotated(array: Any) -> Any:
-    return np.moveaxis(np.moveaxis(array, 0, -1).copy(), -1, 0)
-
-
-def backwards(array: Any) -> Any:
-    return np.flip(np.flip(array).copy())
-
-
-def read_only(array: Any) -> Any:
-    array = array.copy()
-    array.flags.writeable = False
-    return array
-
-
-def byte_swapped(array: Any) -> Any:
-    return array.astype(array.dtype.newbyteorder())
-
-
 def misaligned(array: Any) -> Any:
     """As what is read from a file behind a header of one byte."""
     data = b"\0" + array.tobytes()
     return np.frombuffer(data, np.uint8)[1:].view(array.dtype).reshape(array.shape)
 
 
-def repeated(array: Any) -> Any:
-    """Return a view whose rows are all the first."""
-    return np.broadcast_to(array[:1], array.shape)
-
-
 LAYOUTS: dict[str, Callable[[Any], Any]] = {
     "C": lambda array: array,
     "F": lambda array: np.array(array, order="F"),
     "sliced": sliced,
-    "rotated": rotated,
-    "backwards": backwards,
-    "read-only": read_only,
-    "byte-swapped": byte_swapped,
+    "rotated": lambda a: np.moveaxis(np.moveaxis(a, 0, -1).copy(), -1, 0),
+    "backwards": lambda array: np.flip(np.flip(array).copy()),
+    "read-only": lambda a: np.frombuffer(a.tobytes(), a.dtype).reshape(a.shape),
+    "byte-swapped": lambda array: array.astype(array.dtype.newbyteorder()),
     "misaligned": misaligned,
-    "broadcast": repeated,
+    # All rows are the first
+    "broadcast": lambda array: np.broadcast_to(array[:1], array.shape),
 }
 
 
@@ -120,7 +98,7 @@ def expected_reduction(op: str, parts: Sequence[Any], axis: Any) -> Any:
     result_dtype = np.dtype("f8") if is_whole and op == "MEAN" else dtype
     if axis is None:
         wide = np.dtype("f4") if dtype in NARROW else result_dtype
-        total = functools.reduce(np.add, [part.astype(wide) for part in parts])
+        total = reduce(np.add, [part.astype(wide) for part in parts])
         total = total / wide.type(len(parts)) if op == "MEAN" else total
         return np.asarray(total).astype(result_dtype)
     first = axis[0] if isinstance(axis, tuple) else axis
@@ -165,36 +143,36 @@ class Checks:
     ) -> None:
         """Count a call; `expected` is an array, or the type of an exception."""
         self.counts[self.path] += 1
-        try:
-            found = call()
-        except Exception as error:
-            if isinstance(expected, type) and isinstance(error, expected):
-                return
-            self.disagree(what, f"{type(error).__name__}: {error}")
+        how = difference(call, expected, tolerance)
+        if not how:
             return
-        if isinstance(expected, type):
-            self.disagree(what, f"no {expected.__name__}")
-            return
-        array = np.asarray(found)
-        if (array.dtype, array.shape) != (expected.dtype, expected.shape):
-            text = f"{array.dtype} {array.shape}, not {expected.dtype} {expected.shape}"
-            self.disagree(what, text)
-        elif not is_same(array, expected, tolerance):
-            differs = np.flatnonzero(array.ravel() != expected.ravel())
-            at = differs[0] if len(differs) else 0
-            self.disagree(
-                what,
-                f"{len(differs)} of {array.size} differ, at {at} "
-                f"{array.ravel()[at]!r}, not {expected.ravel()[at]!r}",
-            )
-
-    def disagree(self, what: str, how: str) -> None:
-        """Count a disagreement, and print it if there are not many."""
         self.disagreements[self.path] += 1
         if self.disagreements[self.path] <= SHOWN:
-            line = f"rank {WORLD.rank}: {self.path}: {what}: {how}\n"
-            sys.stderr.write(line)
+            sys.stderr.write(f"rank {WORLD.rank}: {self.path}: {what}: {how}\n")
             sys.stderr.flush()
+
+
+def difference(call: Callable[[], Any], expected: Any, tolerance: float) -> str:
+    """Return how what a call gives differs from an array, or type of exception."""
+    is_error = isinstance(expected, type)
+    try:
+        array = np.asarray(call())
+    except Exception as error:
+        is_right = is_error and isinstance(error, expected)
+        return "" if is_right else f"{type(error).__name__}: {error}"
+    if is_error:
+        return f"no {expected.__name__}"
+    if (array.dtype, array.shape) != (expected.dtype, expected.shape):
+        return f"{array.dtype} {array.shape}, not {expected.dtype} {expected.shape}"
+    if is_same(array, expected, tolerance):
+        return ""
+    found, wanted = array.ravel(), expected.ravel()
+    differs = np.flatnonzero(found != wanted)
+    at = differs[0] if len(differs) else 0
+    return (
+        f"{len(differs)} of {array.size} differ, at {at} {found[at]!r}, "
+        f"not {wanted[at]!r}"
+    )
 
 
 def is_same(found: Any, expected: Any, tolerance: float) -> bool:
@@ -230,134 +208,83 @@ def cases(is_tiny: bool) -> Iterator[tuple[str, Any, list[Any]]]:
             yield name, values[WORLD.rank], [native(value) for value in values]
 
 
-def local(strategy: mpidist.MirroredStrategy, value: Any) -> Any:
-    return strategy.experimental_local_results(value)[0]
+Options = mpidist.CommunicationOptions
+Strategy = mpidist.MirroredStrategy
+
+
+def in_replica(strategy: Strategy, name: str, *arguments: Any) -> Callable[[], Any]:
+    """Return a function that calls a method of the replica context."""
+
+    def run() -> Any:
+        return getattr(mpidist.get_replica_context(), name)(*arguments)
+
+    return lambda: strategy.experimental_local_results(strategy.run(run))[0]
 
 
 def check_calls(
-    checks: Checks,
-    strategy: mpidist.MirroredStrategy,
-    options: mpidist.CommunicationOptions | None,
-    is_tiny: bool,
+    checks: Checks, strategy: Strategy, options: Options | None, is_tiny: bool
 ) -> None:
     """Check what takes options; without any, what takes none, too."""
-    extended, context = strategy.extended, mpidist.get_replica_context
+    extended = strategy.extended
     is_compressed = options is not None and options.compression is not None
     for name, mine, parts in cases(is_tiny):
         is_bool = mine.dtype == BOOL
-        ndim = mine.ndim
-        for op in OPS:
-            total: Any = expected_reduction(op, parts, None)
-            if is_bool:
-                total = mpidist.DTypeError
+        totals = {op: expected_reduction(op, parts, None) for op in OPS}
+        if is_bool:
+            totals = dict.fromkeys(OPS, mpidist.DTypeError)
+        for op, total in totals.items():
             # A compressed mean may be divided in float32
             near = 1e-2 if is_compressed and op == "MEAN" else 0.0
-
-            def all_reduce(op: str = op, mine: Any = mine) -> Any:
-                result = strategy.run(lambda: context().all_reduce(op, mine, options))
-                return local(strategy, result)
-
-            def reduce_to(op: str = op, mine: Any = mine) -> Any:
-                return extended.reduce_to(op, mine, "CPU:0", options)
-
+            all_reduce = in_replica(strategy, "all_reduce", op, mine, options)
             checks.check(f"all_reduce {op} {name}", all_reduce, total, near)
+            reduce_to = partial(extended.reduce_to, op, mine, "CPU:0", options)
             checks.check(f"reduce_to {op} {name}", reduce_to, total, near)
-            if options is not None:
-                continue
-            for axis in [None, *axes_of(ndim)]:
+            for axis in [None, *axes_of(mine.ndim)] if options is None else []:
                 wanted = total if is_bool else expected_reduction(op, parts, axis)
-                checks.check(
-                    f"reduce {op} axis={axis} {name}",
-                    lambda op=op, mine=mine, axis=axis: strategy.reduce(
-                        op, mine, axis=axis
-                    ),
-                    wanted,
-                )
+                call = partial(strategy.reduce, op, mine, axis=axis)
+                checks.check(f"reduce {op} axis={axis} {name}", call, wanted)
         if not is_bool:
-            sums = [expected_reduction("SUM", parts, None)] * 2
+            pairs = [(mine, "CPU:0")] * 2
+            batch = partial(extended.batch_reduce_to, "SUM", pairs, options)
+            both = np.stack([totals["SUM"]] * 2)
             checks.check(
                 f"batch_reduce_to SUM {name}",
-                lambda mine=mine: np.stack(
-                    [
-                        np.asarray(result)
-                        for result in extended.batch_reduce_to(
-                            "SUM", [(mine, "CPU:0")] * 2, options
-                        )
-                    ]
-                ),
-                np.stack(sums),
+                lambda batch=batch: np.stack([np.asarray(a) for a in batch()]),
+                both,
             )
-        check_gathers(checks, strategy, options, (name, mine, parts))
-
-
-def check_gathers(
-    checks: Checks,
-    strategy: mpidist.MirroredStrategy,
-    options: mpidist.CommunicationOptions | None,
-    case: tuple[str, Any, list[Any]],
-) -> None:
-    """Check what joins or copies the arrays of a case."""
-    extended, context = strategy.extended, mpidist.get_replica_context
-    name, mine, parts = case
-    for axis in range(-mine.ndim, mine.ndim):
-        joined = np.concatenate(parts, axis)
-        checks.check(
-            f"all_gather axis={axis} {name}",
-            lambda mine=mine, axis=axis: local(
-                strategy,
-                strategy.run(lambda: context().all_gather(mine, axis, options)),
-            ),
-            joined,
-        )
+        for axis in range(-mine.ndim, mine.ndim):
+            joined = np.concatenate(parts, axis)
+            all_gather = in_replica(strategy, "all_gather", mine, axis, options)
+            checks.check(f"all_gather axis={axis} {name}", all_gather, joined)
+            if options is None:
+                gather = partial(strategy.gather, mine, axis)
+                checks.check(f"gather axis={axis} {name}", gather, joined)
         if options is None:
-            checks.check(
-                f"gather axis={axis} {name}",
-                lambda mine=mine, axis=axis: strategy.gather(mine, axis),
-                joined,
-            )
-    if options is None:
-        checks.check(
-            f"broadcast_to {name}",
-            lambda mine=mine: extended.broadcast_to(mine, "CPU:0"),
-            parts[0],
-        )
+            broadcast = partial(extended.broadcast_to, mine, "CPU:0")
+            checks.check(f"broadcast_to {name}", broadcast, parts[0])
 
 
-def check_symmetric(
-    checks: Checks, strategy: mpidist.MirroredStrategy, is_tiny: bool
-) -> None:
+def check_symmetric(checks: Checks, strategy: Strategy, is_tiny: bool) -> None:
     """Check arrays in memory that ranks share, whole and in part."""
-    context = mpidist.get_replica_context
+    views = {"whole": lambda a: a, "tail": lambda a: a[1:]}
     for dtype in DTYPES[1 :: 5 if is_tiny else 1]:
         for shape in [*SHAPES, (LARGE_BYTES // dtype.itemsize,)]:
             parts = [part(rank, shape, dtype) for rank in range(WORLD.size)]
             mine = strategy.symmetric_like(parts[0])
             mine[...] = parts[WORLD.rank]
-            views = {"whole": lambda a: a, "tail": lambda a: a[1:]}
             for (view, take), op in itertools.product(views.items(), OPS):
                 if view != "whole" and not shape:
                     continue
                 total = expected_reduction(op, [take(p) for p in parts], None)
                 what = f"{op} {dtype} {shape} {view}"
-
-                array = take(mine)
-
-                def all_reduce(op: str = op, array: Any = array) -> Any:
-                    result = strategy.run(lambda: context().all_reduce(op, array))
-                    return local(strategy, result)
-
+                all_reduce = in_replica(strategy, "all_reduce", op, take(mine))
                 for _ in range(2):  # the second time, it is known
                     checks.check(f"all_reduce {what}", all_reduce, total)
-                    checks.check(
-                        f"reduce {what}",
-                        lambda op=op, array=array: strategy.reduce(op, array),
-                        total,
-                    )
+                    call = partial(strategy.reduce, op, take(mine))
+                    checks.check(f"reduce {what}", call, total)
 
 
-def check_buckets(
-    checks: Checks, strategy: mpidist.MirroredStrategy, is_tiny: bool
-) -> None:
+def check_buckets(checks: Checks, strategy: Strategy, is_tiny: bool) -> None:
     """Check gradients of all layouts and shapes, put in another order on each rank."""
     for dtype, op in itertools.product(DTYPES[1 :: 5 if is_tiny else 1], OPS):
         shapes = [*SHAPES, (LARGE_BYTES // dtype.itemsize,)]
@@ -368,7 +295,7 @@ def check_buckets(
             for key in keys
         }
         likes = {key: native(parts[key][0]) for key in keys}
-        options = mpidist.CommunicationOptions(bytes_per_pack=1 << 16)
+        options = Options(bytes_per_pack=1 << 16)
         buckets = strategy.gradient_buckets(likes, op, options)
         for _ in range(2):
             with buckets:
@@ -376,29 +303,28 @@ def check_buckets(
                     buckets.put(keys[key], parts[keys[key]][WORLD.rank])
             for key in keys:
                 total = expected_reduction(op, [native(p) for p in parts[key]], None)
-                found = buckets.result[key]
-                checks.check(f"{op} {dtype} {key}", lambda found=found: found, total)
+                result = partial(buckets.result.get, key)
+                checks.check(f"{op} {dtype} {key}", result, total)
         buckets.close()
 
 
 @contextlib.contextmanager
-def strategy_of(ranks_per_node: int | None) -> Iterator[mpidist.MirroredStrategy]:
+def strategy_of(ranks_per_node: int | None) -> Iterator[Strategy]:
     """Make a strategy, on nodes that are pretended to have so many ranks."""
     if ranks_per_node is not None:
         os.environ["MPIDIST_RANKS_PER_NODE"] = str(ranks_per_node)
-    strategy = mpidist.MirroredStrategy()
+    strategy = Strategy()
     os.environ.pop("MPIDIST_RANKS_PER_NODE", None)
     yield strategy
     strategy.experimental_finalize()
 
 
-Options = mpidist.CommunicationOptions
 PATHS: dict[str, tuple[int | None, Callable[..., None]]] = {
-    "shared memory": (None, functools.partial(check_calls, options=None)),
-    "one rank per node": (1, functools.partial(check_calls, options=None)),
-    "two ranks per node": (2, functools.partial(check_calls, options=None)),
+    "shared memory": (None, partial(check_calls, options=None)),
+    "one rank per node": (1, partial(check_calls, options=None)),
+    "two ranks per node": (2, partial(check_calls, options=None)),
     **{
-        name: (None, functools.partial(check_calls, options=options))
+        name: (None, partial(check_calls, options=options))
         for name, options in {
             "MPI": Options(implementation="MPI"),
             "reproducible": Options(reproducible=True),
