@@ -12,17 +12,14 @@ On Lustre, where nothing is cached yet, each of these operations is a request to
 metadata server; those that ask for the size of a file (stat, seeking to the end) also
 ask each object storage server that has a stripe of it (Lustre Operations Manual,
 "Understanding Lustre Architecture"; Lustre protocol documentation, "Stat").
-Of files in memory maps, where no system call shows what is read, all bytes count that
-were in memory at the end, which is an upper bound, as Linux maps pages around.
+Of files in memory maps, where no system call shows what is read, all bytes count, which
+is an upper bound.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
-import json
-import re
 import shutil
 import sys
 import tempfile
@@ -87,101 +84,64 @@ TINY = [Job(files=2, steps=2, epochs=1)]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one traced job did: for each rank the counts, and its report."""
+    """What the ranks of one traced job did."""
 
     job: Job
     counts: list[Counts]
-    reports: list[dict[str, int]]
 
     @property
     def bytes_per_row(self) -> float:
-        """The bytes that came from files for each row, headers included."""
-        found = sum(counts.read_bytes for counts in self.counts)
-        found += sum(report["resident_bytes"] for report in self.reports)
-        return found / sum(report["rows"] for report in self.reports)
+        """The bytes that came from files for each row, headers and maps included."""
+        found = sum(counts.read_bytes + counts.mapped_bytes for counts in self.counts)
+        return found / (BATCH * self.job.steps * self.job.epochs * self.job.ranks)
 
 
-def with_mpidist(
-    strategy: mpidist.Strategy, options: argparse.Namespace
-) -> Iterator[Any]:
+def with_mpidist(strategy: mpidist.Strategy, folder: Path, job: Job) -> Iterator[Any]:
     """Yield this rank's rows of each batch, by this library. Collective.
 
     Read as on a network file system, where states of files are looked at less often.
     """
     mounts.LOCAL_FILE_SYSTEMS = frozenset()
-    data = mpidist.Dataset.from_hdf5(options.folder / "*.h5", NAME).shuffle(seed=0)
-    yield from each_batch(strategy, data, options)
+    data = mpidist.Dataset.from_hdf5(folder / "*.h5", NAME).shuffle(seed=0)
+    yield from each_batch(strategy, data, job)
 
 
-def with_h5py(strategy: mpidist.Strategy, options: argparse.Namespace) -> Iterator[Any]:
+def with_h5py(strategy: mpidist.Strategy, folder: Path, job: Job) -> Iterator[Any]:
     """Yield the same rows, in order, by plain h5py: each rank opens each file once."""
-    opened = [h5py.File(path, "r") for path in sorted(options.folder.glob("*.h5"))]
+    opened = [h5py.File(path, "r") for path in sorted(folder.glob("*.h5"))]
     datasets = [file[NAME] for file in opened]
     starts = np.cumsum([0, *map(len, datasets)])
     numbers = mpidist.Dataset.range(int(starts[-1])).shuffle(seed=0)
-    for rows in each_batch(strategy, numbers, options):
+    for rows in each_batch(strategy, numbers, job):
         in_order = np.sort(rows)
         edges = np.searchsorted(in_order, starts)
-        yield np.concatenate(
-            [
-                dataset[in_order[first:last] - start]
-                for dataset, start, first, last in zip(
-                    datasets, starts, edges, edges[1:], strict=False
-                )
-            ]
-        )
+        parts = zip(datasets, starts, edges, edges[1:], strict=False)
+        yield np.concatenate([d[in_order[a:b] - start] for d, start, a, b in parts])
     for file in opened:
         file.close()
 
 
 def each_batch(
-    strategy: mpidist.Strategy, data: mpidist.Dataset, options: argparse.Namespace
+    strategy: mpidist.Strategy, data: mpidist.Dataset, job: Job
 ) -> Iterator[Any]:
-    """Yield this rank's rows of `options.steps` batches of each epoch. Collective."""
-    on_host = mpidist.InputOptions(experimental_fetch_to_device=False)
+    """Yield this rank's rows of the batches of each epoch. Collective."""
     batches = strategy.experimental_distribute_dataset(
-        data.batch(options.batch * strategy.num_replicas_in_sync).take(options.steps),
-        on_host,
+        data.batch(BATCH * job.ranks).take(job.steps),
+        mpidist.InputOptions(experimental_fetch_to_device=False),
     )
-    for _ in range(options.epochs):
+    for _ in range(job.epochs):
         for batch in batches:
             yield strategy.experimental_local_results(batch)[0]
-
-
-def resident_bytes(folder: Path) -> int:
-    """Return how many bytes of the files in a folder this process has in maps."""
-    total, is_inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
-            is_inside = str(folder) in line
-        elif is_inside and line.startswith("Rss:"):
-            total += 1024 * int(line.split()[1])
-    return total
 
 
 READERS = {"mpidist": with_mpidist, "h5py": with_h5py}
 
 
-def read(arguments: Sequence[str]) -> None:
-    """Read as one of the ranks, and write a report to `<REPORT>.<rank>`.
-
-    It says how many rows the rank got, and how many bytes of the files were in its
-    memory at most, through maps.
-    """
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--reader", choices=READERS)
-    for name in ("batch", "steps", "epochs"):
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--report", type=Path)
-    options = parser.parse_args(arguments)
+def read(reader: str, folder: Path, job: Job) -> None:
+    """Read as one of the ranks."""
     strategy = mpidist.MirroredStrategy()
-    rows = resident = 0
-    for batch in READERS[options.reader](strategy, options):
-        rows += len(batch)
-        resident = max(resident, resident_bytes(options.folder))
-    report = json.dumps({"rows": rows, "resident_bytes": resident})
-    Path(f"{options.report}.{MPI.COMM_WORLD.rank}").write_text(report)
+    rows = sum(len(batch) for batch in READERS[reader](strategy, folder, job))
+    assert rows == BATCH * job.steps * job.epochs, rows
 
 
 def write_files(folder: Path, jobs: Sequence[Job]) -> None:
@@ -209,22 +169,18 @@ def trace(folder: Path, reader: str, layout: str, job: Job) -> Run:
         traced = system_calls.trace_command(f"{logs}/calls.$RANK", ['"$@"'])
         rank = "${OMPI_COMM_WORLD_RANK:-${PMIX_RANK:-${PMI_RANK:-$SLURM_PROCID}}}"
         shell = f"RANK={rank}; exec {' '.join(traced)}"
-        arguments = {"reader": reader, "batch": BATCH, "report": f"{logs}/report"}
-        arguments |= {"steps": job.steps, "epochs": job.epochs}
-        options = [f"--{name}={value}" for name, value in arguments.items()]
-        command = [sys.executable, __file__, "--rank-of", str(data), *options]
+        numbers = map(str, dataclasses.astuple(job))
+        words = [sys.executable, __file__, "--rank-of", reader, str(data), *numbers]
         ended = launching.run(
-            [*launching.mpirun_command(job.ranks), "sh", "-c", shell, "sh", *command],
+            [*launching.mpirun_command(job.ranks), "sh", "-c", shell, "sh", *words],
             seconds=300,
         )
         assert ended.returncode == 0, ended
-        each = range(job.ranks)
         counts = [
             system_calls.count(Path(logs).glob(f"calls.{rank}.*"), data)
-            for rank in each
+            for rank in range(job.ranks)
         ]
-        reports = [Path(f"{logs}/report.{rank}").read_text() for rank in each]
-    return Run(job, counts, [json.loads(text) for text in reports])
+    return Run(job, counts)
 
 
 def model_of(runs: Sequence[Run]) -> dict[str, Any]:
@@ -320,6 +276,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank-of"]:  # started by `trace`
-        read(sys.argv[2:])
+        read(sys.argv[2], Path(sys.argv[3]), Job(*map(int, sys.argv[4:])))
     else:
         main()

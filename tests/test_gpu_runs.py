@@ -15,15 +15,15 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "gpu"))
 import gpu_findings
-import gpu_parts
 
-FOLDER = Path(gpu_parts.__file__).parent
+FOLDER = Path(gpu_findings.__file__).parent
 
 
 def load_run_all():
     """Import run_all.py of this folder: there is another one."""
     spec = importlib.util.spec_from_file_location("gpu_run_all", FOLDER / "run_all.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look
     spec.loader.exec_module(module)
     return module
 
@@ -41,11 +41,11 @@ class Runs:
         """Do what is left, and return the exit status and the parts that ran."""
         runs, ran = self, []
 
-        class Plan(gpu_parts.Plan):
+        class Plan(self.run_all.Plan):
             def jobs(self, part, ranks, is_aware):
                 script = f"path = {str(self.records(ranks))!r}\n{runs.code[part]}"
                 command = [sys.executable, "-c", script, *runs.arguments]
-                yield gpu_parts.Job(part, ranks, "", command, {}, 60)
+                yield runs.run_all.Job(part, ranks, "", command, {}, 60)
 
         class Run(self.run_all.Run):
             def say(self, line):
@@ -137,14 +137,15 @@ print("7 passed, 3 deselected in 1.0s")
 
 
 def test_the_tests_of_gpus_are_found():
-    names = {path.stem for path in gpu_parts.tests_of_gpus()}
+    run_all = load_run_all()
+    names = {path.stem for path in run_all.tests_of_gpus()}
     assert {
         "test_gpu",
         "test_transports",
         "test_host_to_device",
         "test_elastic",
     } <= names
-    plan = gpu_parts.Plan(["mpirun"], Path("work"), False, Path("/impi"))
+    plan = run_all.Plan(["mpirun"], Path("work"), False, Path("/impi"))
     jobs = list(plan.jobs("contract", 2, is_aware=True))
     assert {job.label for job in jobs} == names
     assert all(job.variables["MPIDIST_CUDA_AWARE"] == "1" for job in jobs)

@@ -9,26 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import harness
 from harness import Comparison
-
-__all__ = [
-    "all_of",
-    "bytes_of_ipc",
-    "checks_of",
-    "impi_of",
-    "contract_of",
-    "job_of",
-    "judge",
-    "least_bytes",
-    "read_records",
-    "table",
-]
 
 Records = Sequence[Mapping[str, Any]]
 
 SMALL_BYTES = 8
 RAW = "raw CUDA-aware MPI"
 PAGEABLE = "pageable staging"
+COPIES, PINNED = "copies within GPU memory", "page-locked memory to GPU"
 _OURS = "mpidist"
 # Digits of the loss that do not depend on where it was computed
 _DIGITS = 4
@@ -111,42 +100,20 @@ def judge(records: Records, job: Mapping[str, Any]) -> list[Comparison]:
     """Return what was found beside its targets, and beside other ways.
 
     Args:
-      records: see `gpu_timing.Setting.record`.
+      records: see `bench_gpu.Setting.record`.
       job: see `job_of`.
     """
-    return [
+    found = [
         *_judge_sizes([r for r in records if r.get("case") == "all_reduce"]),
         *_judge_memory(records),
-        *_judge_others(records, "gradients of ResNet-50", RAW, 3.0),
-        *_judge_others(records, "all_gather", RAW, None),
+        *_judge_others(records, "gradients of ResNet-50", 3.0),
+        *_judge_others(records, "all_gather", None),
         *_judge_input([r for r in records if r["kind"] == "input"]),
-        *_judge_job(job),
     ]
-
-
-def _judge_sizes(records: Records) -> Iterator[Comparison]:
-    by_size = {record["bytes"]: record["seconds"] for record in records}
-    if not by_size:
-        return
-    # 64 MiB, but in a quick run
-    large = 64 << 20 if 64 << 20 in by_size else max(by_size)
-    for size, seconds in sorted(by_size.items()):
-        if size == large:
-            mine = (name for name in seconds if not _is_rival(name))
-            best = min(mine, key=lambda name: statistics.median(seconds[name]))
-            case = f"all_reduce, {size:,} bytes, {best}"
-            yield _by_rate(case, PAGEABLE, size, seconds[best], seconds[PAGEABLE], 10.0)
-        for rival in (name for name in seconds if _is_rival(name)):
-            is_judged = size == SMALL_BYTES and rival == RAW
-            yield Comparison(
-                f"all_reduce, {size:,} bytes",
-                rival,
-                "us",
-                [1e6 * s for s in seconds[_OURS]],
-                [1e6 * s for s in seconds[rival]],
-                1.5 if is_judged else None,
-                is_at_least=False,
-            )
+    if "same" in job:
+        rates = ([float(job[where]["samples_per_second"])] for where in ("GPU", "CPU"))
+        found.append(Comparison("jobs/train_digits.py, GPU", "CPU", "rows/s", *rates))
+    return found
 
 
 def _is_rival(name: str) -> bool:
@@ -155,34 +122,79 @@ def _is_rival(name: str) -> bool:
 
 def _by_rate(
     case: str,
-    against: str,
     size: float,
-    ours: Sequence[float],
-    theirs: Sequence[float],
+    seconds: Mapping[str, Sequence[float]],
+    ours: str,
+    rival: str,
     target: float | None,
 ) -> Comparison:
     """Return a comparison of bytes per second: how many times ours is as fast."""
-    rates = ([size / s / 1e9 for s in times] for times in (ours, theirs))
-    return Comparison(case, against, "GB/s", *rates, target)
+    rates = ([size / s / 1e9 for s in seconds[name]] for name in (ours, rival))
+    return Comparison(case, rival, "GB/s", *rates, target)
+
+
+def _judge_sizes(records: Records) -> Iterator[Comparison]:
+    by_size = {record["bytes"]: record["seconds"] for record in records}
+    # 64 MiB, but in a quick run
+    large = 64 << 20 if 64 << 20 in by_size else max(by_size, default=0)
+    for size, seconds in sorted(by_size.items()):
+        case = f"all_reduce, {size:,} bytes"
+        if size == large:
+            mine = (name for name in seconds if not _is_rival(name))
+            best = min(mine, key=lambda name: statistics.median(seconds[name]))
+            yield _by_rate(f"{case}, {best}", size, seconds, best, PAGEABLE, 10.0)
+        targets = {RAW: 1.5} if size == SMALL_BYTES else {}
+        times = {n: s for n, s in seconds.items() if n == _OURS or _is_rival(n)}
+        yield from harness.beside(case, times, targets, ours=_OURS)
+
+
+def _judge_others(
+    records: Records, case: str, target: float | None
+) -> Iterator[Comparison]:
+    """Compare with all rivals; the target is that of our default beside `RAW`."""
+    for record in (r for r in records if r.get("case") == case):
+        seconds, size = record["seconds"], record["bytes"]
+        for name in (name for name in seconds if name.startswith(_OURS)):
+            label = f"{case}{name[len(_OURS) :]}, {size:,} bytes"
+            for rival in filter(_is_rival, seconds):
+                wanted = target if (name, rival) == (_OURS, RAW) else None
+                yield _by_rate(label, size, seconds, name, rival, wanted)
+
+
+def _beside_limit(
+    case: str,
+    against: str,
+    size: float,
+    seconds: Sequence[float],
+    limit: float,
+    target: float | None,
+) -> Comparison:
+    """Return bytes per second beside what is possible."""
+    rates = [size / s / 1e9 for s in seconds]
+    limits = [limit / 1e9] * len(rates)
+    return Comparison(case, against, "GB/s", rates, limits, target)
 
 
 def _judge_memory(records: Records) -> Iterator[Comparison]:
     limits = [r for r in records if r["kind"] == "memory_bandwidth"]
     for record in (r for r in records if r["kind"] == "ipc"):
-        limit = limits[-1]["bytes_per_second_alone"] / 1e9
+        limit = limits[-1]["bytes_per_second_alone"]
         # GPUs of their own read each other's memory over a link, which is another limit
         target = 0.6 if record["is_shared"] else None
         for name, key in (("it moves", "moved_bytes"), ("of arrays", "least_bytes")):
-            rates = [record[key] / s / 1e9 for s in record["seconds"]]
-            yield Comparison(
-                f"ipc, {record['bytes']:,} bytes, bytes {name}",
-                "copies within GPU memory",
-                "GB/s",
-                rates,
-                [limit] * len(rates),
-                target,
-                note=f"{record[key]:,.0f} bytes read and written per all_reduce",
-            )
+            case = f"ipc, {record['bytes']:,} bytes, bytes {name}"
+            moved, seconds = record[key], record["seconds"]
+            yield _beside_limit(case, COPIES, moved, seconds, limit, target)
+
+
+def _judge_input(records: Records) -> Iterator[Comparison]:
+    for record in records:
+        case, size, seconds = record["case"], record["bytes"], record["seconds"]
+        limit, target = record["upload_bytes_per_second"], None
+        if case == "contiguous":
+            target = 0.8
+        title = f"HDF5 rows to GPU, {case}"
+        yield _beside_limit(title, PINNED, size, seconds, limit, target)
 
 
 def bytes_of_ipc(size: int, ranks: int) -> float:
@@ -202,41 +214,6 @@ def bytes_of_ipc(size: int, ranks: int) -> float:
 def least_bytes(size: int, ranks: int) -> float:
     """Return the bytes of reading all ranks' arrays, and writing the totals, once."""
     return (ranks + 1) * size
-
-
-def _judge_others(
-    records: Records, case: str, judged: str, target: float | None
-) -> Iterator[Comparison]:
-    for record in (r for r in records if r.get("case") == case):
-        seconds, size = record["seconds"], record["bytes"]
-        rivals = [name for name in seconds if _is_rival(name)]
-        for name in (name for name in seconds if name.startswith(_OURS)):
-            label = f"{case}{name[len(_OURS) :]}, {size:,} bytes"
-            for rival in rivals:
-                wanted = target if (name, rival) == (_OURS, judged) else None
-                yield _by_rate(
-                    label, rival, size, seconds[name], seconds[rival], wanted
-                )
-
-
-def _judge_input(records: Records) -> Iterator[Comparison]:
-    for record in records:
-        rates = [record["bytes"] / s / 1e9 for s in record["seconds"]]
-        limit = record["upload_bytes_per_second"] / 1e9
-        yield Comparison(
-            f"HDF5 rows to GPU, {record['case']}",
-            "page-locked memory to GPU",
-            "GB/s",
-            rates,
-            [limit] * len(rates),
-            0.8 if record["case"] == "contiguous" else None,
-        )
-
-
-def _judge_job(job: Mapping[str, Any]) -> Iterator[Comparison]:
-    if "same" in job:
-        rates = ([float(job[where]["samples_per_second"])] for where in ("GPU", "CPU"))
-        yield Comparison("jobs/train_digits.py, GPU", "CPU", "rows/s", *rates)
 
 
 def table(
@@ -319,11 +296,11 @@ def _missing(
     comparisons: Sequence[Comparison], ranks: int
 ) -> Iterator[tuple[str, str, str]]:
     judged = {(c.case.partition(",")[0], c.against) for c in comparisons if c.target}
-    wanted = [("HDF5 rows to GPU", "page-locked memory to GPU", ">= 0.8")]
+    wanted = [("HDF5 rows to GPU", PINNED, ">= 0.8")]
     if ranks > 1:
         wanted += [
             ("all_reduce", PAGEABLE, ">= 10"),
-            ("ipc", "copies within GPU memory", ">= 0.6"),
+            ("ipc", COPIES, ">= 0.6"),
             ("gradients of ResNet-50", RAW, ">= 3"),
             ("all_reduce", RAW, "<= 1.5"),
         ]

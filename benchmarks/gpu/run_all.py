@@ -48,19 +48,40 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gpu_findings
-import gpu_parts
 import harness
 import numpy as np
-from gpu_parts import HERE, ROOT
 
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+_GRACE_SECONDS = 10
+# How many ranks it needs, how many seconds it may take; what matters most comes first
+PARTS = {
+    "facts": (1, 100),
+    "checks": (1, 60),
+    "contract": (1, 240),
+    "tune": (2, 60),
+    "sizes": (2, 150),
+    "gradients": (2, 40),
+    "limit": (2, 30),
+    "input": (1, 60),
+    "job": (1, 60),
+    "gathers": (2, 30),
+    "impi": (2, 120),
+}
+# Each of their jobs stands for itself
+SINGLY = ("contract", "impi")
+_QUICK_LIMIT_SECONDS = 60
+# A test that hangs ends with the stacks of all threads before the job is ended
+_TEST_SECONDS = 120
 # Less time than that is too little to begin with a job
 _LEAST_SECONDS, _QUICK_SECONDS = 45, 5
 _LOOK_SECONDS = 120
@@ -76,7 +97,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     results = HERE.parent / "results"
     add("--output", type=Path, help=f"folder for the results ({results})")
     add("--ranks", type=int, nargs="+", default=[1, 2], help="of the jobs (1 2)")
-    add("--parts", nargs="+", choices=gpu_parts.PARTS, default=list(gpu_parts.PARTS))
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--mpirun", help="with its options, in quotes; by default the library's own")
     add("--minutes", type=float, default=60.0, help="after which no part goes on")
     add("--quick", action="store_true", help="only see that all runs")
@@ -170,13 +191,262 @@ def write_digits(folder: Path) -> None:
     digits.write(folder, shifts, noisy.clip(0, digits.BRIGHTEST), labels)
 
 
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One command of a part.
+
+    Args:
+      part: its name.
+      ranks: of MPI.
+      label: tells it from others of its part.
+      command: what is run.
+      variables: beside those of this process.
+      seconds: after which it is ended.
+      records: where it writes what it finds, if not to the file of `Plan.records`.
+    """
+
+    part: str
+    ranks: int
+    label: str
+    command: list[str]
+    variables: dict[str, str]
+    seconds: float
+    records: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a command ended: "ok" or what else, after how long, and what it printed."""
+
+    how: str
+    seconds: float
+    output: str
+    is_stopped: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What all commands have in common.
+
+    Args:
+      mpirun: the launcher, with its options.
+      work: a folder for what only the parts read.
+      is_quick: whether only to see that all runs.
+      impi: a folder with Intel MPI, as PyPI's impi-rt has it; None without.
+    """
+
+    mpirun: Sequence[str]
+    work: Path
+    is_quick: bool
+    impi: Path | None = None
+
+    def records(self, ranks: int) -> Path:
+        """Return the file to which parts write what they find."""
+        return self.work / f"found-{ranks}.jsonl"
+
+    def table(self, ranks: int) -> Path:
+        """Return the file of the table that `tune` writes."""
+        return self.work / f"transports-{ranks}.json"
+
+    @property
+    def digits(self) -> Path:
+        """The folder of the main job's data."""
+        return self.work / "digits"
+
+    def jobs(self, part: str, ranks: int, is_aware: bool) -> Iterator[Job]:
+        """Yield the commands of a part on so many ranks; none if it needs more.
+
+        Whether MPI takes addresses of memory on GPUs, the tests are told.
+        """
+        least, seconds = PARTS[part]
+        if ranks < least:
+            return
+        if self.is_quick:
+            seconds = min(seconds, _QUICK_LIMIT_SECONDS)
+        make = {
+            "contract": self._contract,
+            "tune": self._tune,
+            "job": self._job,
+            "impi": self._impi,
+        }
+        if part in make:
+            yield from make[part](ranks, seconds, is_aware)
+            return
+        script = self._bench(part, self.records(ranks), seconds)
+        yield self._make(part, ranks, script, seconds, {})
+
+    def _bench(self, part: str, records: Path, seconds: float) -> list[str]:
+        script = [str(HERE / "bench_gpu.py"), part]
+        script += ["--records", str(records), f"--seconds={0.7 * seconds}"]
+        return [*script, "--quick"] if self.is_quick else script
+
+    def _make(
+        self,
+        part: str,
+        ranks: int,
+        script: list[str],
+        seconds: float,
+        variables: dict[str, str],
+        label: str = "",
+    ) -> Job:
+        command = [*self.mpirun, "-n", str(ranks), sys.executable, *script]
+        common = {"MPIDIST_TRANSPORTS": str(self.table(ranks))}
+        return Job(part, ranks, label, command, common | variables, seconds)
+
+    def _contract(self, ranks: int, seconds: float, is_aware: bool) -> Iterator[Job]:
+        """Yield a job for each file: a test that fails ends its job."""
+        variables = {"MPIDIST_CUDA_AWARE": "1"} if is_aware else {}
+        for path in tests_of_gpus():
+            tests = [str(path)]
+            if self.is_quick and path.stem != "test_gpu":
+                continue
+            if self.is_quick:
+                tests += ["-k", "each_rank_has_a_gpu"]
+            yield self._tests(ranks, seconds, tests, variables, path.stem)
+
+    def _tests(
+        self,
+        ranks: int,
+        seconds: float,
+        tests: Sequence[str],
+        variables: dict[str, str],
+        label: str,
+    ) -> Job:
+        script = ["-m", "pytest", "--all", "-m", "gpu", "-q", "-rs", "-p", "pytest_mpi"]
+        script += [f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}"]
+        script += ["-o", f"faulthandler_timeout={_TEST_SECONDS}", *tests]
+        common = {
+            "MPIDIST_ALLOW_SHARED_GPU": "1",
+            "MPIDIST_TRANSPORTS": str(self.work / "none.json"),
+            # Of others that happen to be installed, the tests know nothing
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "PY_COLORS": "0",
+            # JAX would take three quarters of the GPU, on each rank
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        }
+        return self._make("contract", ranks, script, seconds, common | variables, label)
+
+    def _tune(self, ranks: int, seconds: float, _: bool) -> Iterator[Job]:
+        script = ["-m", "mpidist", "tune", f"--output={self.table(ranks)}"]
+        size, times = (1 << 10, 1) if self.is_quick else (64 << 20, 3)
+        script += [f"--largest-bytes={size}", f"--repetitions={times}"]
+        variables = {"MPIDIST_ALLOW_SHARED_GPU": "1"}
+        yield self._make("tune", ranks, script, seconds, variables)
+
+    def _job(self, ranks: int, seconds: float, _: bool) -> Iterator[Job]:
+        """Yield a run that compiles the kernels, one on the GPU, and one on the CPU."""
+        script = [str(ROOT / "jobs" / "train_digits.py")]
+        script.append(f"--data-dir={self.digits}")
+        epochs = 2 if self.is_quick else 40
+        for label, count in (("warm-up", 1), ("GPU", epochs), ("CPU", epochs)):
+            arguments = [*script, f"--epochs={count}"]
+            if label == "CPU":
+                arguments.append("--devices=CPU:0")
+            variables = {"MPIDIST_ALLOW_SHARED_GPU": "1", "TQDM_DISABLE": "1"}
+            yield self._make("job", ranks, arguments, seconds, variables, label)
+
+    def _impi(self, ranks: int, seconds: float, _: bool) -> Iterator[Job]:
+        """Yield what tells whether Intel MPI takes addresses of GPUs, if told to."""
+        if self.impi is None:
+            return
+        intel = dataclasses.replace(self, mpirun=[str(self.impi / "bin/mpiexec.hydra")])
+        for offload in ("0", "1"):
+            label = f"I_MPI_OFFLOAD={offload}"
+            variables = {
+                "I_MPI_ROOT": str(self.impi),
+                "I_MPI_FABRICS": "shm",
+                "I_MPI_OFFLOAD": offload,
+                "I_MPI_OFFLOAD_CUDA_LIBRARY": "libcuda.so.1",
+                "MPI4PY_LIBMPI": str(self.impi / "lib/libmpi.so.12"),
+                "MPIDIST_ALLOW_SHARED_GPU": "1",
+            }
+            for part in ("facts", "sizes"):
+                records = self.work / f"impi-{ranks}-{offload}-{part}.jsonl"
+                script = self._bench(part, records, seconds)
+                name = f"{label} {part}"
+                job = intel._make("impi", ranks, script, seconds, variables, name)
+                yield dataclasses.replace(job, records=records)
+            # By the tests it shows, whatever a trial has found before
+            variables["MPIDIST_CUDA_AWARE"] = offload
+            tests = [str(ROOT / "tests" / "comm" / "transports" / "test_transports.py")]
+            job = intel._tests(ranks, seconds, tests, variables, f"{label} tests")
+            yield dataclasses.replace(job, part="impi")
+
+
+def tests_of_gpus() -> list[Path]:
+    """Return the files with tests that need a GPU, but for that of benchmarks."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [
+        path
+        for path in files
+        if "mark.gpu" in path.read_text() and path.stem != "test_benchmarks"
+    ]
+
+
+def start(
+    job: Job, environment: Mapping[str, str], seconds: float, log: TextIO
+) -> Ended:
+    """Run a command; what it prints goes to a log, and on to standard output.
+
+    Its own variables come to those of `environment`. It is ended after its own limit,
+    or after `seconds` if they are less.
+    """
+    limit, is_stopped = min(job.seconds, seconds), False
+    started = time.monotonic()
+    process = subprocess.Popen(
+        job.command,
+        env={**environment, **job.variables},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    lines: list[str] = []
+    reader = threading.Thread(target=_pass_on, args=(process, lines, log), daemon=True)
+    reader.start()
+    try:
+        code = process.wait(limit)
+        how = "ok" if code == 0 else f"failed with status {code}"
+    except subprocess.TimeoutExpired:
+        how, is_stopped = f"was stopped after {limit:.0f} s", True
+    finally:
+        if process.poll() is None:
+            _end(process)
+    reader.join(_GRACE_SECONDS)
+    return Ended(how, time.monotonic() - started, "".join(lines), is_stopped)
+
+
+def _pass_on(process: subprocess.Popen[str], lines: list[str], log: TextIO) -> None:
+    assert process.stdout is not None
+    with process.stdout:
+        for printed in process.stdout:
+            line = printed.replace("\0", "")
+            lines.append(line)
+            for stream in (log, sys.stdout):
+                stream.write(line)
+                stream.flush()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a launcher, which ends its ranks if it is given the time."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        os.killpg(process.pid, number)
+        try:
+            process.wait(_GRACE_SECONDS)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
 class Run:
     """All parts on all numbers of ranks, and what they find."""
 
     def __init__(
         self,
         options: argparse.Namespace,
-        plan: gpu_parts.Plan,
+        plan: Plan,
         variables: dict[str, str],
         log: TextIO,
     ):
@@ -230,19 +500,19 @@ class Run:
         }
         known = self._parts[ranks]
         left = [name for name in jobs if not known.get(name, {}).get("is_done")]
-        if left and part not in gpu_parts.SINGLY:
+        if left and part not in SINGLY:
             left = list(jobs)
         outputs = {jobs[name].label: self._run_job(name, jobs[name]) for name in left}
         if part == "job" and left:
             self._job[ranks] = gpu_findings.job_of(outputs)
 
-    def _run_job(self, name: str, job: gpu_parts.Job) -> str:
+    def _run_job(self, name: str, job: Job) -> str:
         """Run a job, keep how it ended, and return what it printed."""
         left = self._ends - time.monotonic()
         records = self._plan.records(job.ranks)
         before = records.read_text() if records.exists() else ""
         if left < (_QUICK_SECONDS if self._options.quick else _LEAST_SECONDS):
-            ended = gpu_parts.Ended("was not run: no time was left", 0.0, "", True)
+            ended = Ended("was not run: no time was left", 0.0, "", True)
         else:
             self.say(f"\n== {name}\n$ {shlex.join(job.command)}")
             ended = self._run_again_past_failures(job)
@@ -260,7 +530,7 @@ class Run:
             self._contract[job.ranks][f"{job.part} {job.label}"] = found
         return ended.output
 
-    def _run_again_past_failures(self, job: gpu_parts.Job) -> gpu_parts.Ended:
+    def _run_again_past_failures(self, job: Job) -> Ended:
         """Run a job; one of tests again and again without those that have failed.
 
         Of several ranks, the first test that fails ends the job.
@@ -271,7 +541,7 @@ class Run:
             command = [*job.command, *(f"--deselect={test}" for test in failures)]
             left = self._ends - time.monotonic()
             again = dataclasses.replace(job, command=command)
-            ended = gpu_parts.run(again, self._variables, left, self._log)
+            ended = start(again, self._variables, left, self._log)
             how, seconds = how if failures else ended.how, seconds + ended.seconds
             outputs.append(ended.output)
             tests = gpu_findings.contract_of(ended.output, ended.how)["failures"]
@@ -279,7 +549,7 @@ class Run:
                 break
             failures += tests
             self.say(f"== again without {', '.join(tests)}")
-        return gpu_parts.Ended(how, seconds, "".join(outputs), ended.is_stopped)
+        return Ended(how, seconds, "".join(outputs), ended.is_stopped)
 
     @property
     def failed(self) -> list[str]:
@@ -380,7 +650,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tempfile.TemporaryDirectory() as work,
         open(options.output / "gpu-run.log", "a" if options.go_on else "w") as log,
     ):
-        plan = gpu_parts.Plan(mpirun, Path(work), options.quick, options.impi)
+        plan = Plan(mpirun, Path(work), options.quick, options.impi)
         run = Run(options, plan, variables, log)
         if importlib.util.find_spec("sklearn") is None:
             write_digits(plan.digits)
