@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import harness
 
@@ -35,17 +33,13 @@ import train_digits
 from mpi4py import MPI
 
 import mpidist
-from mpidist.comm.consensus import consensus, flight_recorder
-from mpidist.util.counters import Counters
 
 # Where a step costs little, what the library costs shows
 SMALL = ["--shifts=0", "--hidden=128", "--batch-size=64", "--learning-rate=0.05"]
 MOMENTUM = 0.9
-UNCOUNTED = "mpidist without counters"
-DDP, MWMS = "torch DDP (gloo)", "TensorFlow MWMS"
+HAND, DDP, MWMS = "by hand", "torch DDP (gloo)", "TensorFlow MWMS"
 # What ours may cost at most, by each of the others
-TARGETS = {"by hand": 1.5, UNCOUNTED: 1.01, DDP: 0.2, MWMS: 0.1}
-ALONE = "by hand", UNCOUNTED  # what ours is held against at one rank, too
+TARGETS = {HAND: 1.5, DDP: 0.2, MWMS: 0.1}
 
 # Trains for one epoch, and returns the mean loss of its rows
 Contestant = Callable[[], float]
@@ -158,37 +152,6 @@ class Ours:
         for batch in self._train:
             self._strategy.run(self._trainer.step, args=batch)
         return self._trainer.end_epoch()
-
-
-class _Uncounted(Counters):
-    """Counts no steps."""
-
-    begin = mark = end_input = end_epoch = lambda *_: None
-
-
-class _UncountedRecorder(flight_recorder.Recorder):
-    """Keeps the last collectives, as ever, and counts nothing."""
-
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        self.counters = _Uncounted()
-
-    def note_arrivals(self, is_agreed: bool, _: object) -> bool:
-        return is_agreed
-
-    def count(self, *_: object) -> None:
-        return None
-
-    def end(self) -> None:
-        if self._opened:
-            self._opened = 0
-            self._words[self._place + flight_recorder.ENDED] = time.monotonic_ns()
-
-
-def without_counters() -> mpidist.Strategy:
-    """Make a strategy that does not know where its time goes. Collective."""
-    with mock.patch.object(consensus, "Recorder", _UncountedRecorder):
-        return mpidist.MirroredStrategy(["CPU:0"])
 
 
 def torch_ddp(
@@ -320,8 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         files, _ = digits.paths(folder, job.shifts)
         contestants: dict[str, Contestant | None] = {
             "mpidist": ours.epoch,
-            "by hand": ByHand(comm, files, job).epoch,
-            UNCOUNTED: Ours(without_counters(), job).epoch,
+            HAND: ByHand(comm, files, job).epoch,
             DDP: torch_ddp(comm, files, job) if has_torch else None,
             MWMS: tensorflow(comm, files, job),
         }
@@ -331,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         times, losses = measure(comm, present, steps, epochs)
         comm.Barrier()
     case = f"training step, {comm.size} rank{'s' if comm.size > 1 else ''}"
-    targets = {n: t for n, t in TARGETS.items() if comm.size > 1 or n in ALONE}
+    targets = TARGETS if comm.size > 1 else {HAND: TARGETS[HAND]}
     harness.report(
         harness.beside(case, times, targets, ours="mpidist"),
         options.output,

@@ -112,7 +112,7 @@ def test_the_benchmark_of_large_arrays_checks_them(comm, mpirun, tmp_path):
 @pytest.mark.slow
 def test_the_benchmark_of_a_training_step_compares_all(comm, mpirun, tmp_path):
     found = run_tiny(comm, mpirun, tmp_path, comm.size, "bench_step")
-    others = 2 + has("torch") + has("tensorflow")  # two of this project
+    others = 1 + has("torch") + has("tensorflow")
     assert len(found["comparisons"]) == others
     losses = list(found["losses"].values())
     assert losses == pytest.approx([losses[0]] * (1 + others), rel=0.1)
