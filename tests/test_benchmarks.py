@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "gpu"))
 import cost_model
 import gpu_findings
+import harness
 import system_calls
 
 from mpidist.device.binding import gpu_count
@@ -27,6 +28,35 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 def has(module):
     return importlib.util.find_spec(module) is not None
+
+
+def comparisons_in(result):
+    for part in [result, *result.get("layouts", [])]:
+        yield from part.get("comparisons", [])
+
+
+def test_results_are_small_and_hold_medians():
+    paths = list((BENCHMARKS / "results").iterdir())
+    assert {path.suffix for path in paths} == {".json"}
+    assert sum(path.stat().st_size for path in paths) < 300_000
+    for path in paths:
+        for found in comparisons_in(json.loads(path.read_text())):
+            lowest, highest = found["ratios"]
+            assert lowest <= found["ratio"] <= highest, path
+            assert found["ours"] == float(found["ours"]), path
+
+
+def test_what_the_harness_compares_and_writes():
+    times = {"ours": [1.0, 2.0, 4.0], "theirs": [2.0, 2.0, 2.0]}
+    (time,) = harness.beside("a", times, {"theirs": 0.5})
+    (rate,) = harness.beside("a", times, {"theirs": 0.5}, unit="rows/s", amount=6.0)
+    assert (time.ratio, time.is_reached, rate.ratio, rate.is_reached) == (1, 0, 1, 1)
+    row = rate.as_dict()
+    assert (row["ours"], row["theirs"], row["ratios"]) == (3.0, 3.0, [0.5, 2.0])
+    value = {"a": [1 / 3, None, {"b": "c"}], "d": [{"e": n} for n in range(100)]}
+    text = harness.as_text(value)
+    assert json.loads(text) == value | {"a": [0.333333, None, {"b": "c"}]}
+    assert max(map(len, text.splitlines())) < 100
 
 
 @pytest.mark.parametrize(
