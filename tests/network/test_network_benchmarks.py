@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import sys
@@ -23,7 +24,9 @@ def test_the_network_benchmark_compares_all_cases(network, tmp_path):
     layouts = json.loads(output.read_text())["layouts"]
     assert [found["ranks_per_node"] for found in layouts] == [1, 2]
     for found in layouts:
-        assert len(found["comparisons"]) == 3 + 1 + 1 + 1
+        # By others and by the wire; gathers, broadcasts, bfloat16 and gradients
+        has_torch = importlib.util.find_spec("torch") is not None
+        assert len(found["comparisons"]) == 3 * (1 + has_torch) + 1 + 4 + 1 + 3
         assert all(math.isfinite(c["ratio"]) for c in found["comparisons"])
         assert all(s["bytes_per_second"] > 0 for s in found["sockets"])
 
