@@ -79,6 +79,7 @@ def test_a_worked_example_passes_its_tests(mpirun, tmp_path, title):
 
 def test_there_are_the_examples_that_the_page_promises():
     assert list(PARTS) == [
+        "Adding a collective",
         "Adding a transport",
         "Adding a data source",
         "Adding a doctor's check",

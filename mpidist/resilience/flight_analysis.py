@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpidist.comm.consensus.flight_recorder import (
+from mpidist.comm.consensus.flight_files import (
     BEGUN,
     ENDED,
     FORMAT,

@@ -15,7 +15,7 @@ import pytest
 
 import mpidist
 from mpidist.comm.consensus.consensus import Consensus
-from mpidist.comm.consensus.flight_recorder import CALLS, calls_path, ring_path
+from mpidist.comm.consensus.flight_files import CALLS, calls_path, ring_path
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.resilience.flight_analysis import compare, read_flights
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import mpidist
 from mpidist.__main__ import main
 from mpidist.comm.consensus.consensus import Consensus
-from mpidist.comm.consensus.flight_recorder import (
+from mpidist.comm.consensus.flight_files import (
     CALLS,
     FORMAT,
     RING_BYTES,
