@@ -66,6 +66,7 @@ SUFFIX = ".h5"
 LOOK_SECONDS = 10.0
 _LONGEST = 128  # bytes of a name: shards and temporary files add to it
 _SHARD = rf"-(?P<token>[0-9a-f]{{8}}){SHARD_PATTERN}"
+_AFTER_STEM = re.compile(_SHARD + re.escape(SUFFIX))
 
 
 class Known(NamedTuple):
@@ -296,9 +297,9 @@ def remove_checkpoint(index: Path) -> None:
 
 def remove_other_shards(index: Path, token: str) -> None:
     """Remove the shards of earlier checkpoints at the same path."""
-    pattern = re.compile(re.escape(index.stem) + _SHARD + re.escape(SUFFIX))
     for file in _names(index.parent):
-        match = pattern.fullmatch(file)
+        is_ours = file.startswith(index.stem)
+        match = _AFTER_STEM.fullmatch(file, len(index.stem)) if is_ours else None
         if match and match["token"] != token and not is_locked(index.parent / file):
             removal.remove(index.parent / file)
 
