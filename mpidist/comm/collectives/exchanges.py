@@ -254,9 +254,7 @@ class Exchanges:
             out, _ = arithmetic.dtypes_to_add(op, [a.dtype for a in given])
             packed = None
             if self._reductions.fits(op, given, wanted):
-                packed = self._reductions.plan_packed(
-                    call, op, wanted, structure, given
-                )
+                packed = self._reductions.plan(call, op, wanted, structure, given)
             plan = ExchangePlan(
                 call,
                 digest(call),

@@ -178,9 +178,7 @@ class AxisReductions:
         elif prepare_sums is None and self._reductions.fits(
             ReduceOp.SUM, sent, options
         ):
-            packed = self._reductions.plan_packed(
-                call, ReduceOp.SUM, options, structure, sent
-            )
+            packed = self._reductions.plan(call, ReduceOp.SUM, options, structure, sent)
             # Overflows are found by the sums in float64
             plan = plan._replace(packed=packed._replace(has_integers=False))
         return plan, leaves, given

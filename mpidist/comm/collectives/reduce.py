@@ -308,12 +308,10 @@ class Reductions:
         agreed = (("reduce_op", op.name), *option_fields(options))
         call = CallSignature(operation, agreed, spec, describe(given))
         structure = Structure.of(spec, leaves)
-        if is_own and self.fits(op, given, options):
-            plan = self.plan_packed(call, op, options, structure, given)
-        else:
-            plan = self._plan_large(call, op, options, structure, given)
-            if is_own and op.adds:
-                plan = plan._replace(sums=self._plan_sums(op, given, options))
+        is_packed = is_own and self.fits(op, given, options)
+        plan = self.plan(call, op, options, structure, given, is_packed)
+        if is_own and op.adds and not is_packed:
+            plan = plan._replace(sums=self._plan_sums(op, given, options))
         return plan, leaves, given
 
     def _execute(
@@ -362,39 +360,30 @@ class Reductions:
             return False
         return arithmetic.bound_bytes(op, given) <= limit
 
-    def plan_packed(
+    def plan(
         self,
         call: CallSignature,
         op: ReduceOp,
         options: CommunicationOptions,
         structure: Structure,
         given: Sequence[Any],
+        is_packed: bool = True,
     ) -> ReducePlan:
-        """Return the plan of a reduction of arrays that travel with the comparison.
+        """Return the plan of a reduction whose arguments have been checked.
 
         Args:
           call: what the ranks are to compare.
           op: the reduction.
           options: see `CommunicationOptions`.
           structure: of the value.
-          given: the leaves as arrays, which were checked; see `fits`.
+          given: the leaves as arrays.
+          is_packed: whether they travel with the comparison; see `fits`.
         """
-        packs = _make_packs(op, given)
+        packs = _make_packs(op, given) if is_packed else []
         pages, comparison = None, self._consensus.comparison
         # One rank has no pages to share; it fills arrays of its own.
         if packs and self._size > 1 and isinstance(comparison, PayloadComparison):
             pages = comparison.pages([(pack.dtype, pack.shape) for pack in packs])
-        plan = self._plan_large(call, op, options, structure, given)
-        return plan._replace(packs=packs, pages=pages)
-
-    def _plan_large(
-        self,
-        call: CallSignature,
-        op: ReduceOp,
-        options: CommunicationOptions,
-        structure: Structure,
-        given: Sequence[Any],
-    ) -> ReducePlan:
         combine = functools.partial(arithmetic.combine_in_order, op)
         return ReducePlan(
             call,
@@ -402,8 +391,8 @@ class Reductions:
             op,
             options,
             structure,
-            packs=(),
-            pages=None,
+            packs,
+            pages,
             has_integers=arithmetic.may_not_fit(op, [a.dtype for a in given]),
             is_on_gpu=any(map(arrays.is_device_array, given)),
             combine=arithmetic.add_in_order if op.adds else combine,
