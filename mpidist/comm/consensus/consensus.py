@@ -38,7 +38,6 @@ from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.signatures import (
     CallReport,
     CallSignature,
-    bare_signature,
     digest,
 )
 from mpidist.comm.consensus.thread_order import (
@@ -56,10 +55,12 @@ from mpidist.errors import CollectiveError, ContextError, DeadlineError, Mpidist
 from mpidist.util.forks import FORKED, call_in_child
 from mpidist.util.tracebacks import fold
 
-__all__ = ["FINALIZED", "Consensus", "broadcast_bytes"]
+__all__ = ["FINALIZED", "Call", "Consensus", "broadcast_bytes"]
 
 
+Fields = Sequence[tuple[str, Any]]  # names and values that must be equal on all ranks
 FINALIZED = "the strategy was finalized and cannot be used any more"
+_MOST_BARE = 256  # calls without arguments that are kept
 T = TypeVar("T")
 _get_ident = threading.get_ident
 
@@ -105,12 +106,15 @@ class Consensus:
         self._agreed_id = 0  # of an error raised on all ranks
         self.waiting = RequestWaiter(comm, self.departures)
         self.recorder = Recorder(channel, comm)
-        self._begin, self._note = self.recorder.begin, self.recorder.note_arrivals
+        self.begin, self.note = self.recorder.begin, self.recorder.note_arrivals
         check = self.failures.check if self.failures.is_needed else None
         self.lock = ThreadOrderedLock(self.recorder.end, check, self._on_error)
         self.progress = ProgressCounters({})
         self._thread = ThreadState({})
         self.lock.states = self.progress, self._thread
+        # The operation whose ranks have to agree next: see `Call.reserve`
+        self.reserved = ""
+        self._bare: dict[str, Call] = {}
         if self.size > 1:
             Consensus.made = channel + 1
             Consensus.in_use.append(self)
@@ -161,9 +165,31 @@ class Consensus:
                 if consensus in cls.in_use:
                     look(consensus)
 
+    def call(
+        self, call: CallSignature | str, timeout: float | None = None
+    ) -> Call:
+        """Return a kind of collective, to be opened by `with`. Not collective.
+
+        Inside, in this order: reserve what may fail on one rank, agree, move data.
+
+        Args:
+          call: what must be equal on all ranks; or the name of the operation alone.
+          timeout: seconds to wait for the other ranks; None waits for ever.
+        """
+        if isinstance(call, CallSignature):
+            return Call(self, call, timeout)
+        if timeout is not None:
+            return Call(self, CallSignature(call), timeout)
+        found = self._bare.get(call)
+        if found is None:
+            if len(self._bare) >= _MOST_BARE:
+                self._bare.clear()
+            found = self._bare[call] = Call(self, CallSignature(call), None)
+        return found
+
     def require_same(
         self,
-        call: CallSignature,
+        call: CallSignature | str,
         error: Exception | None = None,
         timeout: float | None = None,
         yield_cpu: bool = False,
@@ -175,11 +201,11 @@ class Consensus:
         Returns whether all passed the same `address`, other than 0.
 
         Args:
-          call: the call of this rank.
+          call: the call of this rank; or the name of its operation.
           error: the error that prevents it, if any.
           timeout: seconds to wait for the other ranks; None waits for ever.
           yield_cpu: whether to leave the core to other threads while waiting.
-          payload: see `exchange`.
+          payload: see `Call.exchange`.
           address: see `Comparison.agrees`.
 
         Raises, on all ranks:
@@ -189,8 +215,11 @@ class Consensus:
           MismatchError: the operations agree, but not the rest of the call.
           DeadlineError: on the ranks that waited for more than `timeout`.
         """
+        self.reserved = ""
         if self._thread.unwinding is not None:
             raise self._thread.unwinding[1]
+        if isinstance(call, str):
+            call = CallSignature(call)
         if self.size == 1:
             if error is not None or self.broken is not None:
                 raise error or ContextError(FINALIZED)
@@ -202,79 +231,17 @@ class Consensus:
             given = Proposal(call, thread, error, timeout, yield_cpu, payload, address)
             proposal = self._ready(given)
             if not self._is_agreed(proposal):
-                self._settle(proposal)
+                self.settle(proposal)
             return self.comparison.is_same_address
 
-    def compare(
-        self,
-        call: CallSignature,
-        number: int,
-        address: int = 0,
-        timeout: float | None = None,
-    ) -> bool:
-        """Like `require_same`, for a call whose digest is `number`. Collective.
-
-        Faster, for repeated calls. This thread must hold the lock.
-        """
-        assert self.lock.holder == _get_ident(), call
-        if timeout is not None or self.size == 1 or not self._is_plain():
-            return self.require_same(call, timeout=timeout, address=address)
-        self.calls += 1
-        self._begin(self.calls, call, number)
-        number ^= self.progress.digest
-        comparison = self.comparison
-        if not self._note(comparison.agrees((number, 0, address)), comparison):
-            self._settle(Proposal(call, address=address))
-        return comparison.is_same_address
-
-    def exchange(
-        self,
-        call: CallSignature,
-        number: int,
-        pages: Pages,
-        fill: Callable[[Sequence[Any]], bool],
-        timeout: float | None = None,
-    ) -> Sequence[Sequence[Any]]:
-        """Like `compare`; also returns the arrays of all ranks. Collective.
-
-        Args:
-          call: see `compare`.
-          number: its digest.
-          pages: see `Payload`.
-          fill: see there.
-          timeout: see `require_same`.
-
-        Returns, for each array, those of all ranks, valid until the next comparison.
-        Raises, on all ranks: what `fill` raises; see also `require_same`.
-        """
-        comparison = self.comparison
-        assert self.lock.holder == _get_ident(), call
-        assert isinstance(comparison, PayloadComparison)
-        if timeout is not None or not self._is_plain():
-            self.require_same(call, timeout=timeout, payload=Payload(pages, fill))
-            return comparison.payload(pages)
-        try:
-            is_large = fill(comparison.next_page(pages))
-        except Exception as error:
-            self.require_same(call, error)
-            raise
-        self.calls += 1
-        self._begin(self.calls, call, number)
-        self.recorder.count(comparison.name, pages.size_bytes)
-        words = number ^ self.progress.digest, LARGE * is_large, 0
-        if not self._note(comparison.agrees(words), comparison):
-            payload = Payload(pages, fill)
-            self._settle(Proposal(call, payload=payload, is_large=is_large))
-        return comparison.payload(pages)
-
-    def _is_plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Return whether this rank may send the digest of a call at once."""
         if self.broken is not None or self.failures.ranks:
             return False
         lock = self.lock  # this thread holds it
         return self._thread.unwinding is None and lock.holder == lock.creator
 
-    def _settle(self, proposal: Proposal) -> None:
+    def settle(self, proposal: Proposal) -> None:
         """Raise on differing calls, or let another thread go first."""
         is_agreed = False
         while not is_agreed:
@@ -317,13 +284,13 @@ class Consensus:
             call = call._replace(options=(*call.options, ("thread", thread)))
         number = digest(call.without_step())
         self.calls += 1
-        self._begin(self.calls, call, number)
+        self.begin(self.calls, call, number)
         number ^= self.progress.digest ^ call.step_digest()
         words = number, LARGE * is_large if error is None else FAILED, address
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             is_agreed = self.comparison.agrees(words, deadline, yield_cpu)
-            return self._note(is_agreed, self.comparison)
+            return self.note(is_agreed, self.comparison)
         except WaitTimeoutError as late:
             self._break_off(late, call.operation, timeout)
 
@@ -370,36 +337,37 @@ class Consensus:
         self.broken = reason
         self.departures.announce(reason, is_deadline)
 
-    def sync_errors(
-        self, operation: str, error: Exception | None, timeout: float | None = None
-    ) -> None:
-        """Raise on all ranks if any rank has an error. Collective."""
-        self.require_same(CallSignature(operation), error, timeout)
-
-    def run_in_scope(
+    def run(
         self,
         operation: str,
         fn: Callable[..., T],
         *args: Any,
-        describe: Callable[[T], CallSignature] | None = None,
+        same: Callable[[T], CallSignature | Fields] | None = None,
+        yield_cpu: bool = False,
     ) -> T:
         """Return `fn(*args)`, which all ranks call, and may communicate. Collective.
 
         An error that `fn` raises on one rank is raised on all ranks, including those
-        that wait in a collective inside `fn`. With `describe`, what it returns for the
-        result must be equal on all ranks.
+        that wait in a collective inside `fn`.
+
+        Args:
+          operation: the public call, for messages.
+          fn: may be a user's.
+          *args: its arguments.
+          same: given the result, returns what must be equal on all ranks.
+          yield_cpu: for functions of different duration, see `require_same`.
         """
         self.enter_scope()
         error: BaseException | None = None
         call = None
         try:
             result = fn(*args)
-            call = None if describe is None else describe(result)
+            call = None if same is None else signature_of(operation, same(result))
         except BaseException as caught:
             fold(caught)  # other ranks show its traceback
             error = caught
         try:
-            self.leave_scope(operation, error, call=call)
+            self.leave_scope(operation, error, call=call, yield_cpu=yield_cpu)
         except BaseException as raised:
             diagnostics.forget_locals(raised)
             raise
@@ -419,10 +387,12 @@ class Consensus:
         error: BaseException | None,
         timeout: float | None = None,
         call: CallSignature | None = None,
+        yield_cpu: bool = False,
     ) -> None:
         """Leave a collective scope with this rank's error, if any. Collective.
 
-        `timeout`: see `require_same`; `call`: what else must be equal on all ranks.
+        `timeout`, `yield_cpu`: see `require_same`; `call`: what else must be equal on
+        all ranks.
 
         A BaseException that is not an Exception, such as KeyboardInterrupt, is raised
         on this rank only. Unless all ranks leave by one, their next collective raises
@@ -439,54 +409,19 @@ class Consensus:
             if depth == state.depth:
                 state.unwinding = None
             raise error or reason
-        if error is not None or timeout is not None:
-            self.sync_errors(operation, error, timeout)
-        elif call is not None:
-            self.require_same(call)
+        if error is not None or timeout is not None or call is not None or yield_cpu:
+            agreed = operation if error is not None or call is None else call
+            self.require_same(agreed, error, timeout, yield_cpu)
         elif self.size > 1:
-            with self.lock:
-                self.compare(*bare_signature(operation))
-
-    def guard(self, operation: str, fn: Callable[..., T], *args: Any) -> T:
-        """Return `fn(*args)`, which must not communicate; all ranks raise its error.
-
-        Not collective in itself: the collective `operation` must follow, which
-        reports the error to the other ranks.
-        """
-        try:
-            return fn(*args)
-        except BaseException as error:
-            self.fail(operation, error)
-
-    def fail(self, operation: str, error: BaseException) -> NoReturn:
-        """Raise this rank's error on all ranks; see `guard`."""
-        try:
-            if isinstance(error, Exception):
-                self.sync_errors(operation, error)
-            else:
-                self.leave(error)
-            raise error
-        except Exception as raised:
-            diagnostics.forget_locals(raised)
-            raise
-        finally:
-            del error  # its traceback holds this frame
-
-    def guard_last(self, operation: str, fn: Callable[..., T], *args: Any) -> T:
-        """Like `guard`, for work after data have moved; ranks agree on it. Collective.
-
-        It takes one more comparison: where that matters, reserve memory before.
-        """
-        result = self.guard(operation, fn, *args)
-        self.require_same(CallSignature(operation, (("step", "finishing"),)))
-        return result
+            with self.call(operation) as bare:
+                bare.agree()
 
     def root_only(
         self,
         operation: str,
         fn: Callable[[], T],
         root: int = 0,
-        agreed: Sequence[tuple[str, Any]] = (),
+        agreed: Fields = (),
     ) -> T:
         """Return the result of `fn()`, called on rank `root` only. Collective.
 
@@ -512,15 +447,53 @@ class Consensus:
                 payload = broadcast_bytes(*given, self.wait, operation)
         return pickle.loads(payload)  # type: ignore[no-any-return]
 
-    def gather(self, operation: str, value: T) -> list[T]:
-        """Return the list of all ranks' `value`, small pickled objects. Collective."""
-        payload = self.guard(operation, lambda: pickle.dumps(value))
-        with self.lock:
-            self.require_same(CallSignature(operation))
-            if self.size == 1:
-                return [value]
-            everyone = _all_gather_bytes(self.comm, payload, self.wait, operation)
+    def gather_objects(self, operation: str, make: Callable[[], T]) -> list[T]:
+        """Return what `make()` returns on each rank. Collective.
+
+        Args:
+          operation: the public call, for messages.
+          make: returns a small object that can be pickled.
+
+        Raises, on all ranks, what `make` raises on any.
+        """
+        with self.call(operation) as call:
+            payload = call.reserve(lambda: pickle.dumps(make()))
+            call.agree()
+            everyone = [payload]
+            if self.size > 1:
+                everyone = _all_gather_bytes(self.comm, payload, self.wait, operation)
         return [pickle.loads(data) for data in everyone]
+
+    # Until all rooms use `call`, `run` and `gather_objects`
+
+    def compare(self, call: Any, number: int, address: int = 0, timeout: Any = None) -> bool:
+        return Call(self, call, timeout).agree(address)
+
+    def exchange(self, call: Any, number: int, pages: Any, fill: Any, timeout: Any = None) -> Any:
+        return Call(self, call, timeout).exchange(pages, fill)
+
+    def sync_errors(self, operation: str, error: Any, timeout: Any = None) -> None:
+        self.require_same(operation, error, timeout)
+
+    def run_in_scope(self, operation: str, fn: Any, *args: Any, describe: Any = None) -> Any:
+        return self.run(operation, fn, *args, same=describe)
+
+    def guard(self, operation: str, fn: Any, *args: Any) -> Any:
+        try:
+            return fn(*args)
+        except BaseException as error:
+            self.call(operation).fail(error)
+
+    def fail(self, operation: str, error: BaseException) -> NoReturn:
+        self.call(operation).fail(error)
+
+    def guard_last(self, operation: str, fn: Any, *args: Any) -> Any:
+        result = self.guard(operation, fn, *args)
+        self.require_same(CallSignature(operation, (("step", "finishing"),)))
+        return result
+
+    def gather(self, operation: str, value: T) -> list[T]:
+        return self.gather_objects(operation, lambda: value)
 
     def wait(self, request: Requests, deadline: float | None, operation: str) -> None:
         """Wait for requests of MPI until `deadline`, on time.monotonic's clock.
@@ -582,6 +555,148 @@ class Consensus:
                 self._thread.unwinding = (outermost, raised)
             self.note_agreed(raised)
             raise
+
+
+class Call:
+    """A kind of collective call, which threads open each time that they make it.
+
+    Its lock keeps other threads out until it is closed, and NumPy's floating-point
+    errors off. What escapes from it, other than errors that all ranks raise, marks the
+    strategy as broken. See `Consensus.call`.
+    """
+
+    __slots__ = ("_consensus", "_lock", "_number", "_timeout", "signature")
+
+    def __init__(
+        self, consensus: Consensus, signature: CallSignature, timeout: float | None
+    ):
+        self._consensus = consensus
+        self._lock = consensus.lock
+        assert signature.step < 0, signature
+        self._timeout = timeout
+        self._number = digest(signature)
+        self.signature = signature
+
+    def __enter__(self) -> Call:
+        self._lock.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
+        try:
+            assert error or not self._consensus.reserved, self.signature
+        finally:
+            self._lock.__exit__(kind, error, trace)
+
+    def reserve(self, fn: Callable[..., T], *args: Any) -> T:
+        """Return `fn(*args)`, which must not communicate.
+
+        An error of it is raised on all ranks, in the agreement that must follow.
+        """
+        assert self._lock.holder == _get_ident(), self.signature
+        try:
+            result = fn(*args)
+        except BaseException as error:
+            self.fail(error)
+        self._consensus.reserved = self.signature.operation
+        return result
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Raise this rank's error on all ranks, in place of the agreement."""
+        consensus, operation = self._consensus, self.signature.operation
+        try:
+            if isinstance(error, Exception):
+                consensus.require_same(operation, error)
+            else:
+                consensus.leave(error)
+            raise error
+        except Exception as raised:
+            diagnostics.forget_locals(raised)
+            raise
+        finally:
+            del error  # its traceback holds this frame
+
+    def agree(self, address: int = 0) -> bool:
+        """Go on once all ranks are in this call. Collective.
+
+        Returns whether all passed the same `address`, other than 0.
+
+        Raises, on all ranks: see `Consensus.require_same`.
+        """
+        consensus, timeout = self._consensus, self._timeout
+        assert self._lock.holder == _get_ident(), self.signature
+        if timeout is not None or consensus.size == 1 or not consensus.is_plain():
+            return consensus.require_same(
+                self.signature, timeout=timeout, address=address
+            )
+        consensus.reserved = ""
+        consensus.calls += 1
+        consensus.begin(consensus.calls, self.signature, self._number)
+        number = self._number ^ consensus.progress.digest
+        comparison = consensus.comparison
+        if not consensus.note(comparison.agrees((number, 0, address)), comparison):
+            consensus.settle(Proposal(self.signature, address=address))
+        return comparison.is_same_address
+
+    def exchange(
+        self, pages: Pages, fill: Callable[[Sequence[Any]], bool]
+    ) -> Sequence[Sequence[Any]]:
+        """Like `agree`; also return the arrays of all ranks. Collective.
+
+        Args:
+          pages: see `Payload`.
+          fill: see there.
+
+        Returns, for each array, those of all ranks, valid until the next agreement.
+        Raises, on all ranks: what `fill` raises; see also `Consensus.require_same`.
+        """
+        consensus, timeout = self._consensus, self._timeout
+        comparison = consensus.comparison
+        assert self._lock.holder == _get_ident(), self.signature
+        assert isinstance(comparison, PayloadComparison)
+        if timeout is not None or not consensus.is_plain():
+            payload = Payload(pages, fill)
+            consensus.require_same(self.signature, timeout=timeout, payload=payload)
+            return comparison.payload(pages)
+        try:
+            is_large = fill(comparison.next_page(pages))
+        except Exception as error:
+            consensus.require_same(self.signature, error)
+            raise
+        consensus.reserved = ""
+        consensus.calls += 1
+        consensus.begin(consensus.calls, self.signature, self._number)
+        number = self._number ^ consensus.progress.digest
+        consensus.recorder.count(comparison.name, pages.size_bytes)
+        words = number, LARGE * is_large, 0
+        if not consensus.note(comparison.agrees(words), comparison):
+            payload = Payload(pages, fill)
+            consensus.settle(
+                Proposal(self.signature, payload=payload, is_large=is_large)
+            )
+        return comparison.payload(pages)
+
+    def step(self, name: str) -> Call:
+        """Return a later agreement of the same operation, while this call is open."""
+        call = CallSignature(self.signature.operation, (("step", name),))
+        return Call(self._consensus, call, self._timeout)
+
+    def finish(self, fn: Callable[..., T], *args: Any) -> T:
+        """Like `reserve`, for work after data have moved; ranks agree. Collective.
+
+        It takes one more agreement: where that matters, reserve memory before.
+        """
+        result = self.reserve(fn, *args)
+        self.step("finishing").agree()
+        return result
+
+
+def signature_of(operation: str, agreed: CallSignature | Fields) -> CallSignature:
+    """Return what must be equal on all ranks, for an operation."""
+    if isinstance(agreed, CallSignature):
+        return agreed
+    return CallSignature(operation, tuple(agreed))
 
 
 def _disown() -> None:
