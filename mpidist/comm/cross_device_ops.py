@@ -18,7 +18,7 @@ import numpy as np
 
 from mpidist.comm.collectives.operations import Collectives
 from mpidist.comm.collectives.reduce import Prepared
-from mpidist.comm.consensus.signatures import CallSignature, digest
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.topology import Topology, parse_devices
 from mpidist.comm.transports.base import Transport
 from mpidist.comm.transports.staging import StagingTransport
@@ -180,8 +180,12 @@ class CrossDeviceOps:
           array([7])
         """
         check = functools.partial(_require_destinations, destinations)
-        self.collectives.consensus.guard("broadcast", check)
-        return self._mirrored(self.broadcast_implementation(tensor, destinations))
+
+        def broadcast() -> Any:
+            check()
+            return self.broadcast_implementation(tensor, destinations)
+
+        return self._mirrored(self.collectives.consensus.run("broadcast", broadcast))
 
     def reduce_implementation(
         self,
@@ -216,20 +220,19 @@ class CrossDeviceOps:
         """Return the reductions of arrays, by MPI; for implementations. Collective."""
         described = tuple((a.dtype.name, a.shape) for a in values)
         spec = nest.flatten(list(values))[1]
-        call = CallSignature(
+        signature = CallSignature(
             type(self).__qualname__, (("reduce_op", op.name),), spec, described
         )
         # Another replica's implementation may have failed, or call something else
-        return self.collectives.reductions.reduce_large(
-            call, digest(call), op, values, options
-        )
+        call = self.collectives.consensus.call(signature, options.timeout_seconds)
+        return self.collectives.reductions.reduce_large(call, op, values, options)
 
     def prepare(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
     ) -> Prepared:
         """Return what calls the implementation, once the ranks agree."""
         # An error of a user's implementation on one rank is raised on all.
-        run = self.collectives.consensus.run_in_scope
+        run = self.collectives.consensus.run
         name = type(self).__qualname__
         return 0, lambda _: run(name, self._implement, op, values, options)
 
@@ -257,13 +260,14 @@ class CrossDeviceOps:
         options: CommunicationOptions | None,
     ) -> list[Any]:
         collectives = self.collectives
-        values = collectives.consensus.guard(operation, lambda: _values_of(pairs))
         # Our own class needs no call of user code, so its plans can be cached.
         is_plain = type(self) is MpiAllReduce
         prepare = None if is_plain else self.prepare
-        results = collectives.reductions.all_reduce(
-            operation, reduce_op, values, options, prepare
-        )
+        with collectives.consensus.call(operation) as call:
+            values = call.reserve(_values_of, pairs)
+            results = collectives.reductions.all_reduce(
+                operation, reduce_op, values, options, prepare
+            )
         return [self._mirrored(result) for result in results]
 
     def _mirrored(self, result: Any) -> Any:
@@ -479,7 +483,7 @@ class ReductionToOneDevice(MpiAllReduce):
             raise ArgumentError(f"accumulation_fn replaces SUM and MEAN, not {op.name}")
         _, move = super().prepare(op, values, options)
         # Errors of `accumulation_fn` are raised on all ranks
-        run = self.collectives.consensus.run_in_scope
+        run = self.collectives.consensus.run
         return 0, lambda is_same: run(type(self).__qualname__, move, is_same)
 
     def prepare_sums(

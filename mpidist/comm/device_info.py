@@ -89,21 +89,22 @@ def find_facts(consensus: Consensus, index: int, request: GpuRequest) -> GpuFact
         `find_support`.
     """
 
-    # May fail on this rank alone (a broken driver), so it runs inside guard.
+    # May fail on this rank alone (a broken driver)
     def look() -> tuple[GpuIdentity, bool, int]:
         identity = identify_gpu(index, MPI.Get_processor_name())
         is_allowed = ALLOW_SHARED_GPU.read()
         return identity, request.allow_shared or is_allowed, nccl_version()
 
-    mine = consensus.guard(_CALL, look)
-    everyone = consensus.gather(_CALL, mine)
+    everyone = consensus.gather_objects(_CALL, look)
     identities = tuple(identity for identity, _, _ in everyone)
     # It is refused if any rank does not allow it.
     if not all(is_allowed for _, is_allowed, _ in everyone):
         require_own_gpus(identities)
     support = Support(False, "there is one replica")
     if consensus.size > 1:
-        support = find_support(consensus, request.cuda_aware, mine[0], index)
+        support = find_support(
+            consensus, request.cuda_aware, identities[consensus.rank], index
+        )
     versions = [version for _, _, version in everyone]
     return GpuFacts(
         index,
@@ -169,30 +170,31 @@ def find_support(
         between ranks.
     """
     library = MPI.Get_library_version().partition("\n")[0].rstrip("\0 ")
-    # An invalid variable on one rank is an error on all.
-    override, answer = consensus.guard(
-        _AWARE_CALL,
-        lambda: (_override(asked_for, os.environ), ask(library, os.environ)),
-    )
-    # A job may have several kinds of GPUs; each kind is tried once.
-    key = f"{library} | CUDA {identity.driver} | {identity.name}"
-    everyone = consensus.gather(_AWARE_CALL, (override, answer, key))
-    overrides = {found for found, _, _ in everyone}
+
+    def look() -> tuple[tuple[bool, str] | None, Support | None, str]:
+        override = _override(asked_for, os.environ)
+        # A job may have several kinds of GPUs; each kind is tried once.
+        key = f"{library} | CUDA {identity.driver} | {identity.name}"
+        return override, ask(library, os.environ), key
+
+    everyone = consensus.gather_objects(_AWARE_CALL, look)
+    overrides = {override for override, _, _ in everyone}
     if len(overrides) > 1:
         raise LaunchError(
             f"{CUDA_AWARE.name} or cuda_aware= differs between ranks: "
             f"{sorted(map(str, overrides))}; set the same on all ranks"
         )
+    override, answer, key = everyone[consensus.rank]
     # One rank tests for all ranks with the same GPU and library
-    keys = [found for _, _, found in everyone]
-    is_first = keys.index(key) == consensus.rank
-    # Not tested if the user, or the library itself, says no.
-    if override is None and (answer is None or answer.is_aware):
-        own = consensus.guard(
-            _AWARE_CALL, lambda: _cached_trial(key, index) if is_first else None
-        )
-        answer = own or answer
-    found = [a for a in consensus.gather(_AWARE_CALL, answer) if a is not None]
+    is_first = [k for _, _, k in everyone].index(key) == consensus.rank
+
+    def trial() -> Support | None:
+        # Not tested if the user, or the library itself, says no.
+        is_open = override is None and (answer is None or answer.is_aware)
+        return (_cached_trial(key, index) if is_open and is_first else None) or answer
+
+    answers = consensus.gather_objects(_AWARE_CALL, trial)
+    found = [a for a in answers if a is not None]
     # All ranks must use the same transport, so the worst result counts.
     worst = min(found, key=lambda support: support.is_aware, default=None)
     if override is None:

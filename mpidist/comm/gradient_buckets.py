@@ -21,7 +21,7 @@ from mpidist.comm.collectives.outputs import StepResults
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.flight_recorder import Recorder
 from mpidist.comm.consensus.pending import Pending
-from mpidist.comm.consensus.signatures import CallSignature, digest
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.replica_group import Channel, ReplicaGroup
 from mpidist.device import arrays
 from mpidist.device.streams import WorkerStream, record
@@ -326,7 +326,9 @@ class _Sides:
         # Each rank's garbage collector frees objects at its own time, so only sides
         # that are unused on ALL ranks may be reused. The gather makes that known.
         dropped = {j for j, side in enumerate(self._sides) if side.is_dropped()}
-        everywhere = set.intersection(*group.consensus.gather(_CALL, dropped))
+        everywhere = set.intersection(
+            *group.consensus.gather_objects(_CALL, lambda: dropped)
+        )
         if everywhere:
             # min(): any rule that gives the same side on all ranks.
             side = self._sides[min(everywhere)]
@@ -365,7 +367,7 @@ def can_be_threaded(group: ReplicaGroup, side: _Side) -> bool:
     if side.consensus.size == 1:
         return False
     # The lowest level of any rank counts: all must make the same decision.
-    levels = group.consensus.gather(_CALL, MPI.Query_thread())
+    levels = group.consensus.gather_objects(_CALL, MPI.Query_thread)
     is_threaded = min(levels) == MPI.THREAD_MULTIPLE
     if not is_threaded and side.consensus.rank == 0:
         warn(
@@ -448,22 +450,22 @@ class GradientBuckets:
             )
             self._leaves_of = leaves_by_key(self._spec, len(given))
 
-        self._consensus.guard(_CALL, prepare)
-        agreed = (("reduce_op", self._op.name), *vars(self._options).items())
-        self._consensus.require_same(
-            CallSignature(_CALL, agreed, self._spec, tuple(self._kinds))
-        )
-        # Backward passes usually give the last layer's gradients first.
-        self._plan(range(len(self._kinds) - 1, -1, -1))
+        def describe(_: None) -> CallSignature:
+            agreed = (("reduce_op", self._op.name), *vars(self._options).items())
+            return CallSignature(_CALL, agreed, self._spec, tuple(self._kinds))
+
+        self._consensus.run(_CALL, prepare, same=describe)
         self._has_order = False
         self._step: BucketStep | None = None
         self._is_closed = False
         self._used = take_side(group, self)
         self._own, self._results = self._used.consensus, self._used.results
+        # Backward passes usually give the last layer's gradients first.
+        self._plan(range(len(self._kinds) - 1, -1, -1))
         self._is_threaded = can_be_threaded(group, self._used)
         self._side: WorkerStream | None = None
         if self._is_threaded and group.gpus is not None:
-            self._side = self._consensus.guard(_CALL, WorkerStream)
+            self._side = self._consensus.run(_CALL, WorkerStream)
 
     def __repr__(self) -> str:
         def describe() -> str:
@@ -475,13 +477,15 @@ class GradientBuckets:
 
     def _plan(self, order: Sequence[int]) -> None:
         self._buckets = divide(self._sizes, order, self._bucket_bytes)
-        calls = [
-            CallSignature(
-                f"bucket {j} of GradientBuckets", (("leaves", tuple(leaves)),)
+        self._calls = [
+            self._own.call(
+                CallSignature(
+                    f"bucket {j} of GradientBuckets", (("leaves", tuple(leaves)),)
+                ),
+                self._options.timeout_seconds,
             )
             for j, leaves in enumerate(self._buckets)
         ]
-        self._calls = [(call, digest(call)) for call in calls]
 
     def __enter__(self) -> GradientBuckets:
         """Begin a step. Collective.
@@ -493,16 +497,19 @@ class GradientBuckets:
         if self._is_closed or self._group.topology.closed:  # on all replicas
             raise ContextError("these GradientBuckets are closed")
         operation = f"{_CALL}.__enter__"
-        step = self._consensus.guard(operation, self._begin)
+        step = None
         try:
-            self._consensus.require_same(CallSignature(operation))
+            with self._consensus.call(operation) as call:
+                step = call.reserve(self._begin)
+                call.agree()
         except BaseException as error:
             # Another rank may have failed to begin: the thread of this step must not
             # wait for gradients.
-            step.cancel(error)
-            if self._consensus.broken is not None:
-                # The threads of other ranks may wait for this one's already
-                self._own.leave(error)
+            if step is not None:
+                step.cancel(error)
+                if self._consensus.broken is not None:
+                    # The threads of other ranks may wait for this one's already
+                    self._own.leave(error)
             raise
         self.result = None
         self._step = step
@@ -602,7 +609,7 @@ class GradientBuckets:
         self._results.end()
         if self._side is not None:
             self._side.end()
-        self._consensus.sync_errors(f"{_CALL}.__exit__", step.error)
+        self._consensus.require_same(f"{_CALL}.__exit__", step.error)
         results = map(arrays.like_foreign, step.results(), self._originals)
         self.result = nest.unflatten(self._spec, results)
         if not self._has_order:
@@ -621,13 +628,13 @@ class GradientBuckets:
         if bucket == 0 and self._is_threaded:  # these are a thread's own
             self._group.use_device()
             self._own.lock.adopt()
-        call, number = self._calls[bucket]
+        call = self._calls[bucket]
         if error is not None:
-            self._own.sync_errors(call.operation, error)
+            call.fail(error)
         reductions = self._used.channel.collectives.reductions
         options = self._options
         with nullcontext() if self._side is None else self._side.work(made):
-            return reductions.reduce_large(call, number, self._op, values, options)
+            return reductions.reduce_large(call, self._op, values, options)
 
     def close(self) -> None:
         """Release the communicator; a second call does nothing. Collective.

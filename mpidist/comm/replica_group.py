@@ -193,16 +193,18 @@ class ReplicaGroup:
             ops.require_unbound()
             return device, ops
 
-        self.device, self.cross_device_ops = self.consensus.guard(call, prepare)
-        kinds = (
-            ("cross_device_ops", self.cross_device_ops.describe()),
-            ("the kind of device", self.device.partition(":")[0]),
+        self.device, self.cross_device_ops = self.consensus.run(
+            call,
+            prepare,
+            same=lambda made: (
+                ("cross_device_ops", made[1].describe()),
+                ("the kind of device", made[0].partition(":")[0]),
+            ),
         )
-        self.consensus.require_same(CallSignature(call, kinds))
         node = self.topology.node
         place = self.device, node.Get_rank(), node.Get_size()
         mine = place, _Resources.list_dropped(), str(TIMELINE.read_or_default() or "")
-        found = self.consensus.gather(call, mine)
+        found = self.consensus.gather_objects(call, lambda: mine)
         _Resources.free_dropped([dropped for _, dropped, _ in found])
         everyone = [place for place, _, _ in found]
         self.timeline_folder = next((folder for *_, folder in found if folder), "")
@@ -220,8 +222,8 @@ class ReplicaGroup:
         is_plain = type(self.cross_device_ops) is MpiAllReduce
         self._prepare = None if is_plain else self.cross_device_ops.prepare
         # All ranks bind the same class, so all can, or none can
-        self.consensus.run_in_scope(
-            call, lambda: self.cross_device_ops.bind(self.collectives, self.topology)
+        self.consensus.run(
+            call, self.cross_device_ops.bind, self.collectives, self.topology
         )
         self._resources.ops = self.cross_device_ops
         self._resources.register()
@@ -264,7 +266,7 @@ class ReplicaGroup:
         """
         if not (self.topology.closed or is_forked()):
             try:
-                self.consensus.require_same(CallSignature(operation))
+                self.consensus.require_same(operation)
             except MismatchError:  # all ranks are here; they differ in earlier steps
                 pass
             except CollectiveError:
@@ -315,9 +317,9 @@ class ReplicaGroup:
     def symmetric_like(self, operation: str, value: Any) -> Any:
         """Return arrays of zeros in shared memory, for a public call. Collective."""
         self.topology.require_open()
-        leaves, spec, given = self.consensus.guard(operation, lambda: to_arrays(value))
-        fields = [Field(tuple(a.shape), a.dtype) for a in given]
-        with self.consensus.lock:
+        with self.consensus.call(operation) as call:
+            leaves, spec, given = call.reserve(to_arrays, value)
+            fields = [Field(tuple(a.shape), a.dtype) for a in given]
             self.consensus.require_same(
                 CallSignature(operation, (), spec, tuple(fields))
             )
@@ -326,10 +328,7 @@ class ReplicaGroup:
             if self.topology.has_neighbours and self.device.startswith("CPU"):
                 made = self.symmetric_memory.allocate(operation, fields)
             else:
-                # Allocation may fail on this rank alone, so it is guarded.
-                made = self.consensus.guard(
-                    operation, lambda: [self.zeros(*field) for field in fields]
-                )
+                made = call.finish(lambda: [self.zeros(*field) for field in fields])
         # JAX arrays are read-only, so they cannot be used here
         given = [
             own if arrays.is_jax_array(leaf) else arrays.like_foreign(own, leaf)
@@ -365,11 +364,9 @@ class ReplicaGroup:
         `yield_cpu` is for functions of different duration: see `Consensus`.
         """
         self.topology.require_open()
-        # First the function, then the consensus: an error of `fn` is raised on all
-        # ranks.
-        result = self.consensus.guard(call.operation, fn)
-        self.consensus.require_same(call, yield_cpu=yield_cpu)
-        return result
+        return self.consensus.run(
+            call.operation, fn, same=lambda _: call, yield_cpu=yield_cpu
+        )
 
     def require_equal(self, operation: str, value: Any) -> None:
         """Raise if the arrays of `value` are not equal on all replicas. Collective.
@@ -378,14 +375,14 @@ class ReplicaGroup:
         """
         self.topology.require_open()
         leaves, spec = nest.flatten(value)
-        described = self.consensus.guard(
+        self.consensus.run(
             operation,
             lambda: tuple(
                 (a.dtype.name, a.shape, f"checksum {arrays.checksum(a)}")
                 for a in leaves
             ),
+            same=lambda described: CallSignature(operation, (), spec, described),
         )
-        self.consensus.require_same(CallSignature(operation, (), spec, described))
 
     def _prepare_sums(
         self, values: Sequence[Any], options: CommunicationOptions
@@ -466,7 +463,7 @@ class Channel:
             source = "default" if table is None else f"tuning file {table_path()}"
             logs.debug("comm", f"transports of {self.layout}: {source}")
         # Making transports is collective and may fail on one rank alone.
-        self._transports = consensus.run_in_scope(
+        self._transports = consensus.run(
             operation,
             lambda: TransportSelector(
                 consensus, self._barrier, table, library, gpus, has_nccl=not is_beside

@@ -13,8 +13,7 @@ import numpy as np
 
 from mpidist.comm.collectives.arguments import deadline_of
 from mpidist.comm.consensus.comparison import Pages, PayloadComparison
-from mpidist.comm.consensus.consensus import Consensus
-from mpidist.comm.consensus.signatures import CallSignature, digest
+from mpidist.comm.consensus.consensus import Call, Consensus
 from mpidist.comm.transports.selector import TransportSelector
 from mpidist.options import CommunicationImplementation, CommunicationOptions
 
@@ -27,16 +26,14 @@ class CountPlan(NamedTuple):
     """One kind of exchange.
 
     Args:
-      call: what the ranks compare.
-      number: its digest.
+      call: what the ranks agree on.
       pages: the counts and bytes of all ranks, see `Payload`; None if the
         counts are sent separately.
       most_bytes: bytes of arrays that each rank can send along; -1 for none.
       options: see `CommunicationOptions`.
     """
 
-    call: CallSignature
-    number: int
+    call: Call
     pages: Pages | None
     most_bytes: int
     options: CommunicationOptions
@@ -71,7 +68,7 @@ class CountExchange:
 
     def plan(
         self,
-        call: CallSignature,
+        call: Call,
         counts: int,
         options: CommunicationOptions,
         carries: bool,
@@ -79,7 +76,7 @@ class CountExchange:
         """Return a plan. Not collective.
 
         Args:
-          call: the signature that the ranks compare.
+          call: what the ranks agree on.
           counts: the number of counts of each rank.
           options: see `CommunicationOptions`.
           carries: whether arrays may be sent along: they are on the host.
@@ -96,13 +93,14 @@ class CountExchange:
             # Too many counts for a page: they go by MPI, see `_gather`.
             if rest >= 0:
                 pages = comparison.pages(kinds)
-        return CountPlan(call, digest(call), pages, most_bytes, options)
+        return CountPlan(call, pages, most_bytes, options)
 
     def exchange(
         self, plan: CountPlan, counts: Sequence[int], given: Sequence[Any] = ()
     ) -> tuple[list[list[int]], list[Reader] | None]:
         """Return the counts of every rank, and its arrays if all are small. Collective.
 
+        The call of `plan` is open, as what is returned is valid until the next one.
         Returns None instead of `Reader`s if arrays were not sent along.
 
         Args:
@@ -112,10 +110,8 @@ class CountExchange:
 
         Raises, on all ranks: see `Consensus.require_same`.
         """
-        consensus = self._consensus
         if plan.pages is None:
-            timeout = plan.options.timeout_seconds
-            consensus.compare(plan.call, plan.number, timeout=timeout)
+            plan.call.agree()
             return self._gather(counts, plan.options), None
         # Known before the exchange, but other ranks' sizes are not: they are in the
         # page.
@@ -131,8 +127,7 @@ class CountExchange:
                     written.next(array.shape, array.dtype)[...] = array
             return False
 
-        timeout = plan.options.timeout_seconds
-        parts = consensus.exchange(plan.call, plan.number, plan.pages, fill, timeout)
+        parts = plan.call.exchange(plan.pages, fill)
         everyone = [part.tolist() for part in parts[0]]
         # The largest size decides for all, so that every rank takes the same branch
         # next.

@@ -21,7 +21,7 @@ from mpidist.comm.collectives.arguments import (
     option_fields,
     require_reducible,
 )
-from mpidist.comm.collectives.counts import CountExchange, CountPlan
+from mpidist.comm.collectives.counts import CountExchange, CountPlan, Reader
 from mpidist.comm.collectives.plans import (
     OP_TYPES,
     PlanCache,
@@ -31,8 +31,8 @@ from mpidist.comm.collectives.plans import (
     kind_of,
 )
 from mpidist.comm.collectives.reduce import ReducePlan, Reductions
-from mpidist.comm.consensus.consensus import Consensus
-from mpidist.comm.consensus.signatures import CallSignature, digest
+from mpidist.comm.consensus.consensus import Call, Consensus
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.transports.selector import TransportSelector
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError
@@ -72,8 +72,7 @@ class ExchangePlan(NamedTuple):
     """One kind of `all_to_all` or `reduce_scatter`.
 
     Args:
-      call: what the ranks compare.
-      number: its digest.
+      call: what the ranks agree on.
       options: see `CommunicationOptions`.
       structure: of the value.
       axes: of each leaf.
@@ -84,8 +83,7 @@ class ExchangePlan(NamedTuple):
       packed: the reduction of small arrays with the comparison; None for large arrays.
     """
 
-    call: CallSignature
-    number: int
+    call: Call
     options: CommunicationOptions
     structure: Structure
     axes: Sequence[int]
@@ -143,16 +141,17 @@ class Exchanges:
             # the positive one. Lengths along it may differ, so they are left out of the
             # shapes.
             agreed = axis_field(axes), *option_fields(wanted)
-            call = CallSignature(operation, agreed, spec, describe_but(given, axes))
+            signature = CallSignature(
+                operation, agreed, spec, describe_but(given, axes)
+            )
+            call = self._consensus.call(signature, wanted.timeout_seconds)
             # Small arrays travel with the exchange of the counts, except GPU arrays,
             # which would have to be copied to the host first.
             carries = not any(map(arrays.is_device_array, given))
             count = self._consensus.size * len(given)
             counts = self._counts.plan(call, count, wanted, carries)
             structure = Structure.of(spec, leaves)
-            plan = ExchangePlan(
-                call, counts.number, wanted, structure, axes, counts=counts
-            )
+            plan = ExchangePlan(call, wanted, structure, axes, counts=counts)
             return plan, leaves, given
 
         return self._plans.run(
@@ -166,26 +165,26 @@ class Exchanges:
 
     def _send(self, plan: ExchangePlan, given: Sequence[Any], lengths: Any) -> Any:
         """Return this rank's parts of all ranks' arrays. Collective."""
-        consensus, rank, counts = self._consensus, self._consensus.rank, plan.counts
-        operation, ranks = plan.call.operation, consensus.size
+        ranks, counts = self._consensus.size, plan.counts
         assert counts is not None
 
-        # Everything that may fail on this rank alone happens here, before the
-        # comparison.
         def prepare() -> list[_Piece]:
             pairs = zip(given, plan.axes)
             divided = [self._divide(a.shape[i], lengths) for a, i in pairs]
             rows = map(_rows_first, given, plan.axes)
             return list(map(_Piece, rows, divided))
 
-        pieces = consensus.guard(operation, prepare)
-        own = list(itertools.chain.from_iterable(p.lengths for p in pieces))
-        everyone, readers = self._counts.exchange(
-            counts, own, [piece.rows for piece in pieces]
-        )
-        # No readers: the arrays were too large to travel with the counts.
-        if readers is None:
-            # By leaf, of each rank how many rows it sends to each rank
+        with plan.call as call:
+            pieces = call.reserve(prepare)
+            own = list(itertools.chain.from_iterable(p.lengths for p in pieces))
+            everyone, readers = self._counts.exchange(
+                counts, own, [piece.rows for piece in pieces]
+            )
+            if readers is not None:
+                received = self._read_rows(pieces, everyone, readers)
+                return list(map(_axis_back, received, plan.axes))
+            # The arrays were too large to travel with the counts. By leaf, of each rank
+            # how many rows it sends to each rank
             table = np.array(everyone, np.int64).reshape(ranks, len(pieces), ranks)
             by_leaf = list(table.swapaxes(0, 1))
 
@@ -196,9 +195,9 @@ class Exchanges:
             # sizes are equal on all ranks, so all take the same branch.
             sizes = map(_largest, pieces, by_leaf)
             if ranks > 1 and sum(sizes) >= packing.LARGE_BYTES:
-                places = consensus.guard(operation, reserve)
-                call = CallSignature(operation, (("step", "exchanging"),))
-                consensus.require_same(call, timeout=plan.options.timeout_seconds)
+                memory = call.step("exchanging")
+                places = memory.reserve(reserve)
+                memory.agree()
             else:
                 places = reserve()
             self._receive(pieces, by_leaf, places, deadline_of(plan.options))
@@ -206,7 +205,15 @@ class Exchanges:
                 _put(place.rows, place.result, i)
                 for place, i in zip(places, plan.axes, strict=True)
             ]
-        # The arrays were sent along: each reader has all rows of a rank, for all ranks.
+
+    def _read_rows(
+        self,
+        pieces: Sequence[_Piece],
+        everyone: Sequence[Sequence[int]],
+        readers: Sequence[Reader],
+    ) -> list[Any]:
+        """Return this rank's rows of arrays that travelled with the counts."""
+        rank, ranks = self._consensus.rank, self._consensus.size
         received = []
         for j, (rows, _) in enumerate(pieces):
             parts = []
@@ -217,7 +224,7 @@ class Exchanges:
                 begin = sum(to[:rank])
                 parts.append(sent[begin : begin + to[rank]])
             received.append(np.concatenate(parts))
-        return list(map(_axis_back, received, plan.axes))
+        return received
 
     def reduce_scatter(
         self,
@@ -249,7 +256,8 @@ class Exchanges:
                 ("lengths", tuple(map(tuple, divided))),
                 *option_fields(wanted),
             )
-            call = CallSignature(operation, fields, spec, describe(given))
+            signature = CallSignature(operation, fields, spec, describe(given))
+            call = self._consensus.call(signature, wanted.timeout_seconds)
             structure = Structure.of(spec, leaves)
             out, _ = arithmetic.dtypes_to_add(op, [a.dtype for a in given])
             packed = None
@@ -257,7 +265,6 @@ class Exchanges:
                 packed = self._reductions.plan(call, op, wanted, structure, given)
             plan = ExchangePlan(
                 call,
-                digest(call),
                 wanted,
                 structure,
                 axes,
@@ -279,7 +286,7 @@ class Exchanges:
 
     def _reduce(self, plan: ExchangePlan, given: Sequence[Any]) -> list[Any]:
         """Return this rank's parts of the reductions. Collective."""
-        consensus, op, timeout = self._consensus, plan.op, plan.options.timeout_seconds
+        consensus, op = self._consensus, plan.op
         if plan.packed is not None:
             totals, parts = self._reductions.reduce_packed(plan.packed, given), []
             # All ranks have the whole total already; each keeps its slice, as a copy,
@@ -314,11 +321,6 @@ class Exchanges:
                 total /= consensus.size
             return total
 
-        operation = plan.call.operation
-        pieces, places = consensus.guard(operation, prepare)
-        consensus.compare(plan.call, plan.number, timeout=timeout)
-        self._receive(pieces, everyone, places, deadline_of(plan.options))
-
         def finish() -> list[Any]:
             totals = check_each(places, plan.structure.spec, combine)
             return [
@@ -326,9 +328,13 @@ class Exchanges:
                 for total, place, i in zip(totals, places, plan.axes, strict=True)
             ]
 
-        # Only sums and products of integers can fail after the exchange, and on one
-        # rank alone, as each has another part: the ranks must agree once more.
-        return consensus.guard_last(operation, finish) if is_risky else finish()
+        with plan.call as call:
+            pieces, places = call.reserve(prepare)
+            call.agree()
+            self._receive(pieces, everyone, places, deadline_of(plan.options))
+            # Only sums and products of integers can fail after the exchange, and on one
+            # rank alone, as each has another part: the ranks must agree once more.
+            return call.finish(finish) if is_risky else finish()
 
     def _divide(self, rows: int, lengths: Any) -> list[int]:
         """Return how many rows each rank gets: by default the same, or almost."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,8 +13,7 @@ from mpidist.comm.collectives.arguments import deadline_of, implementation_of, i
 from mpidist.comm.collectives.counts import CountExchange, CountPlan
 from mpidist.comm.collectives.outputs import Results
 from mpidist.comm.collectives.plans import Structure
-from mpidist.comm.consensus.consensus import Consensus
-from mpidist.comm.consensus.signatures import CallSignature, digest
+from mpidist.comm.consensus.consensus import Call, Consensus
 from mpidist.comm.transports.base import Transport
 from mpidist.comm.transports.selector import TransportSelector
 from mpidist.device import arrays
@@ -83,7 +81,7 @@ class Gathers:
 
     def plan(
         self,
-        call: CallSignature,
+        call: Call,
         given: Sequence[Any],
         axes: Sequence[int],
         options: CommunicationOptions,
@@ -92,7 +90,7 @@ class Gathers:
         """Return the plan of a gather whose arguments have been checked.
 
         Args:
-          call: the signature that the ranks compare: dtypes and all other dimensions.
+          call: what the ranks agree on: dtypes and all other dimensions.
           given: the arrays.
           axes: of each array.
           options: see `CommunicationOptions`.
@@ -114,26 +112,26 @@ class Gathers:
     def execute(self, plan: GatherPlan, given: Sequence[Any]) -> list[Any]:
         """Return the concatenated arrays of all ranks. Collective.
 
-        This thread must hold the lock. The lengths, and small arrays, are sent with the
-        comparison of the calls. For large results the ranks then check that all have
-        allocated memory.
+        The lengths, and small arrays, are sent with the comparison of the calls. For
+        large results the ranks then check that all have allocated memory.
 
         Raises, on all ranks: see `Consensus.require_same`.
         """
         lengths = [a.shape[i] for a, i in zip(given, plan.axes)]
-        everyone, readers = self._counts.exchange(plan.counts, lengths, given)
-        # Arrays were too large to travel: only lengths are known so far.
-        if readers is None:
-            return self._gather(plan, given, np.array(everyone, np.int64))
-        # They travelled with the lengths: cut them out of what each rank published.
-        results = []
-        for j, (array, axis) in enumerate(zip(given, plan.axes)):
-            before, behind = array.shape[:axis], array.shape[axis + 1 :]
-            parts = [
-                reader.next((*before, lengths[j], *behind), array.dtype)
-                for reader, lengths in zip(readers, everyone)
-            ]
-            results.append(np.concatenate(parts, axis))
+        with plan.counts.call:
+            everyone, readers = self._counts.exchange(plan.counts, lengths, given)
+            # Arrays were too large to travel: only lengths are known so far.
+            if readers is None:
+                return self._gather(plan, given, np.array(everyone, np.int64))
+            # They travelled with the lengths: cut them out of what each rank published.
+            results = []
+            for j, (array, axis) in enumerate(zip(given, plan.axes)):
+                before, behind = array.shape[:axis], array.shape[axis + 1 :]
+                parts = [
+                    reader.next((*before, lengths[j], *behind), array.dtype)
+                    for reader, lengths in zip(readers, everyone)
+                ]
+                results.append(np.concatenate(parts, axis))
         return results
 
     def _gather(
@@ -163,10 +161,9 @@ class Gathers:
 
         # A large allocation may fail on one rank alone; agree before any data moves.
         if self._ranks > 1 and sum(sizes) >= packing.LARGE_BYTES:
-            operation = plan.counts.call.operation
-            packs = self._consensus.guard(operation, reserve)
-            call, number = _gathering(operation)
-            self._consensus.compare(call, number, timeout=options.timeout_seconds)
+            call = plan.counts.call.step("gathering")
+            packs = call.reserve(reserve)
+            call.agree()
         else:
             packs = reserve()
         results: list[Any] = [None] * len(given)
@@ -302,13 +299,6 @@ class Gathers:
                 for start, length in zip(offsets[:, j].tolist(), lengths[:, j].tolist())
             ]
             xp.concatenate(parts, axis=axis, out=result)
-
-
-@functools.lru_cache(maxsize=64)
-def _gathering(operation: str) -> tuple[CallSignature, int]:
-    """Return the signature of a gather, and its digest."""
-    call = CallSignature(operation, (("step", "gathering"),))
-    return call, digest(call)
 
 
 def _outer(value: Any, axis: int) -> int:

@@ -41,37 +41,36 @@ class Objects:
 
     def broadcast(self, operation: str, value: Any, root: int) -> Any:
         """See `Strategy.broadcast`. Collective."""
-        consensus = self._consensus
+        ranks, rank = self._consensus.size, self._consensus.rank
 
         def prepare() -> tuple[int, str, list[Any]]:
             number = validation.integer("root", root)
-            if not 0 <= number < consensus.size:
+            if not 0 <= number < ranks:
                 raise ArgumentError(
-                    f"root must be a replica, 0..{consensus.size - 1}, not {number}"
+                    f"root must be a replica, 0..{ranks - 1}, not {number}"
                 )
-            text, given = "", list[Any]()
-            if number == consensus.rank:
-                text, given = self._encode(value)
-            return number, text, given
+            if number == rank:
+                return number, *self._encode(value)
+            return number, "", []
 
-        with consensus.lock:
-            number, text, given = consensus.guard(operation, prepare)
-            consensus.require_same(CallSignature(operation, (("root", number),)))
-            if consensus.size > 1:
+        def reserve() -> list[Any]:
+            made: list[Any] = []
+            decode(text, lambda kind: made.append(self._empty(kind)))
+            return made
+
+        with self._consensus.call(operation) as call:
+            number, text, given = call.reserve(prepare)
+            self._consensus.require_same(CallSignature(operation, (("root", number),)))
+            if ranks > 1:
                 text = self._broadcast_text(text, number)
-
-            def reserve() -> list[Any]:
-                made: list[Any] = []
-                decode(text, lambda kind: made.append(self._empty(kind)))
-                return made
-
             # If one rank lacks memory, all ranks raise here
-            received = consensus.guard(operation, reserve)
-            consensus.require_same(CallSignature(operation, (("step", "sending"),)))
+            memory = call.step("sending")
+            received = memory.reserve(reserve)
+            memory.agree()
             for i, array in enumerate(received):
-                if number == consensus.rank:
+                if number == rank:
                     array[...] = given[i]
-                if consensus.size > 1 and array.size:
+                if ranks > 1 and array.size:
                     is_device = arrays.is_device_array(array)
                     how = implementation_of(_DEFAULT)
                     way = self._transports.pick(how, False, is_device)
@@ -81,7 +80,6 @@ class Objects:
 
     def gather(self, operation: str, value: Any) -> list[Any]:
         """See `Strategy.gather_objects`. Collective."""
-        consensus = self._consensus
 
         def prepare() -> list[Any]:
             text, given = self._encode(value)
@@ -92,20 +90,19 @@ class Objects:
             # The sizes are gathered as a second array, since payloads differ in length.
             return [payload, np.array([len(header), payload.size])]
 
-        with consensus.lock:
-            own = consensus.guard(operation, prepare)
-            plan = self._gathers.plan(CallSignature(operation), own, [0, 0], _DEFAULT)
+        def read() -> list[Any]:
+            objects, start = [], 0
+            for header, size in sizes.reshape(-1, 2).tolist():
+                payload = payloads[start : start + size]
+                objects.append(_decode_with_arrays(payload, header))
+                start += size
+            return objects
+
+        with self._consensus.call(operation) as call:
+            own = call.reserve(prepare)
+            plan = self._gathers.plan(call, own, [0, 0], _DEFAULT)
             payloads, sizes = self._gathers.execute(plan, own)
-
-            def read() -> list[Any]:
-                found, start = [], 0
-                for header, size in sizes.reshape(-1, 2).tolist():
-                    payload = payloads[start : start + size]
-                    found.append(_decode_with_arrays(payload, header))
-                    start += size
-                return found
-
-            return consensus.guard_last(operation, read)
+            return call.finish(read)
 
     def _encode(self, value: Any) -> tuple[str, list[Any]]:
         """Return JSON text, and the arrays in a value."""

@@ -126,7 +126,10 @@ class Collectives:
             leaves, spec, given = self._take(value, wanted)
             axes = gather_axes(axis, given, spec)
             agreed = axis_field(axes), *option_fields(wanted)
-            call = CallSignature(operation, agreed, spec, describe_but(given, axes))
+            signature = CallSignature(
+                operation, agreed, spec, describe_but(given, axes)
+            )
+            call = self.consensus.call(signature, wanted.timeout_seconds)
             structure = Structure.of(spec, leaves)
             plan = self._gathers.plan(call, given, axes, wanted, structure)
             return plan, leaves, given
@@ -151,10 +154,11 @@ class Collectives:
             # MPI writes into the copy: arguments stay unchanged.
             return leaves, spec, [array.copy(order="C") for array in given]
 
-        with self.consensus.lock:
-            leaves, spec, results = self.consensus.guard(operation, prepare)
-            call = CallSignature(operation, (), spec, describe(results))
-            self.consensus.require_same(call)
+        with self.consensus.call(operation) as call:
+            leaves, spec, results = call.reserve(prepare)
+            self.consensus.require_same(
+                CallSignature(operation, (), spec, describe(results))
+            )
             for result in results:
                 if self.size > 1:
                     is_device = arrays.is_device_array(result)

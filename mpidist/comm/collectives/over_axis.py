@@ -27,8 +27,8 @@ from mpidist.comm.collectives.plans import (
     kind_of,
 )
 from mpidist.comm.collectives.reduce import ReducePlan, Reductions, Summation
-from mpidist.comm.consensus.consensus import Consensus
-from mpidist.comm.consensus.signatures import CallSignature, digest
+from mpidist.comm.consensus.consensus import Call, Consensus
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.packing import Axis
 from mpidist.errors import ArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
@@ -42,8 +42,7 @@ class AxisPlan(NamedTuple):
     """One kind of reduction over an axis.
 
     Args:
-      call: what the ranks compare.
-      number: its digest.
+      call: what the ranks agree on.
       op: the operation.
       options: see `CommunicationOptions`.
       structure: of the value.
@@ -54,8 +53,7 @@ class AxisPlan(NamedTuple):
       is_large: whether the results are.
     """
 
-    call: CallSignature
-    number: int
+    call: Call
     op: ReduceOp
     options: CommunicationOptions
     structure: Structure
@@ -162,10 +160,11 @@ class AxisReductions:
         rest = [packing.without(a.shape, drop) for a, drop in zip(given, axes)]
         described = tuple(map(describe_as, given, rest))
         agreed = ("reduce_op", op.name), axis_field(axes), *option_fields(options)
-        call = CallSignature(operation, agreed, spec, described)
+        signature = CallSignature(operation, agreed, spec, described)
+        call = self._consensus.call(signature, options.timeout_seconds)
         structure, dtypes = Structure.of(spec, leaves), [a.dtype for a in given]
         is_large = 8 * sum(map(math.prod, rest)) >= packing.LARGE_BYTES
-        plan = AxisPlan(call, digest(call), op, options, structure, dtypes, axes)
+        plan = AxisPlan(call, op, options, structure, dtypes, axes)
         plan = plan._replace(is_large=is_large)
         # Run once on arrays without rows, which shows dtypes and shapes of what is
         # sent.
@@ -204,33 +203,31 @@ class AxisReductions:
         prepare_sums: Summation | None = None,
     ) -> list[Any]:
         """Return the reductions of the leaves. Collective."""
-        consensus, options = self._consensus, plan.options
-        call = plan.call.operation
 
         def prepare() -> tuple[_Partial, Any]:
             # The plan is cached and shared by threads; memory belongs to this call.
-            found, sum_here = self._reduce_own(plan, given), None
+            partial, sum_here = self._reduce_own(plan, given), None
             if plan.op.adds and plan.packed is None:
                 sum_here = (prepare_sums or self._reductions.prepare_sums)(
-                    found.sent, options
+                    partial.sent, plan.options
                 )
-            return found, sum_here
+            return partial, sum_here
 
-        # A reduction of this rank's rows may fail (memory): all learn that before
-        # the exchange.
-        found, sum_here = consensus.guard(call, prepare)
-        if plan.gather is not None:
-            totals = self._gathers.execute(plan.gather, found.sent)
-        elif plan.packed is not None:
-            totals = self._reductions.reduce_packed(plan.packed, found.sent)
-        else:
-            consensus.compare(plan.call, plan.number, timeout=options.timeout_seconds)
-            totals = sum_here()
-        finish = self._finish if plan.op.adds else self._combine
-        if plan.is_large:
-            results = consensus.guard_last(call, finish, plan, totals, found.rough)
-        else:
-            results = finish(plan, totals, found.rough)
+        with plan.call as call:
+            # A reduction of this rank's rows may fail (memory)
+            partial, sum_here = call.reserve(prepare)
+            if plan.gather is not None:
+                totals = self._gathers.execute(plan.gather, partial.sent)
+            elif plan.packed is not None:
+                totals = self._reductions.reduce_packed(plan.packed, partial.sent)
+            else:
+                call.agree()
+                totals = sum_here()
+            finish = self._finish if plan.op.adds else self._combine
+            if plan.is_large:
+                results = call.finish(finish, plan, totals, partial.rough)
+            else:
+                results = finish(plan, totals, partial.rough)
         # As NumPy's sum does, give an array scalar where no dimension is left
         return [result[()] for result in results]
 

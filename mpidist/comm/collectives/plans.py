@@ -133,7 +133,7 @@ class PlanCache:
             return key, self._known.get(key), leaves, spec
         except BaseException as error:
             # A nest may raise when it is read, perhaps on this rank alone
-            self._consensus.fail(operation, error)
+            self._consensus.call(operation).fail(error)
 
     def keep(
         self, key: Any, plan: Any, leaves: Sequence[Any], given: Sequence[Any]
@@ -167,23 +167,21 @@ class PlanCache:
           value: the nest that the user passed.
           kind: see `find`.
           make: returns the plan, the leaves, and these as arrays; not collective.
-          execute: given a plan and arrays, returns the results; this thread holds the
-            lock. Collective.
+          execute: given a plan and arrays, returns the results. Collective.
         """
-        key, consensus = None, self._consensus
+        key = None
         if detail is not None:
             key, plan, leaves, spec = self.find(operation, detail, value, kind)
             if plan is not None:
-                with consensus.lock:
-                    results = execute(plan, leaves)
+                results = execute(plan, leaves)
                 return plan.structure.give_back(results, leaves, spec)
         return self.run_first(operation, key, make, execute)
 
     def run_first(self, operation: str, key: Any, make: Make, execute: Execute) -> Any:
         """Like `run`, for a call without a plan; keep its plan under `key`."""
         # Held over plan and execution: two threads of a rank must not interleave.
-        with self._consensus.lock:
-            plan, leaves, given = self._consensus.guard(operation, make)
+        with self._consensus.call(operation) as call:
+            plan, leaves, given = call.reserve(make)
             results = execute(plan, given)
         # Cached only after execution: after a failed call the plan is created again, so
         # that the same error is found again.

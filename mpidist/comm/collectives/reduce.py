@@ -40,8 +40,8 @@ from mpidist.comm.collectives.plans import (
 )
 from mpidist.comm.collectives.slices import SliceReductions, has_slices
 from mpidist.comm.consensus.comparison import Pages, PayloadComparison
-from mpidist.comm.consensus.consensus import Consensus
-from mpidist.comm.consensus.signatures import CallSignature, digest
+from mpidist.comm.consensus.consensus import Call, Consensus
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.packing import Kind
 from mpidist.comm.shared_memory.symmetric import SymmetricMemory
 from mpidist.comm.transports.base import Transport
@@ -159,8 +159,7 @@ class ReducePlan(NamedTuple):
     """One kind of reduction.
 
     Args:
-      call: what the ranks compare.
-      number: its digest.
+      call: what the ranks agree on.
       op: the operation.
       options: see `CommunicationOptions`.
       structure: of the value.
@@ -173,8 +172,7 @@ class ReducePlan(NamedTuple):
       sums: of large arrays; None for small ones and for what is not a sum.
     """
 
-    call: CallSignature
-    number: int
+    call: Call
     op: ReduceOp
     options: CommunicationOptions
     structure: Structure
@@ -252,42 +250,28 @@ class Reductions:
             )
             # Fast path for repeated all-reduces: skip the checks that already passed.
             if plan is not None:
-                with self._consensus.lock:
-                    if plan.packs:
-                        results = self.reduce_packed(plan, leaves)
-                    else:
-                        results = self._execute(plan, leaves)
+                results = self._execute(plan, leaves)
                 return plan.structure.give_back(results, leaves, spec)
-        # Sparse leaves are looked for only where no plan was found: a plan exists for
-        # dense values alone.
-        if key is None and self._consensus.guard(operation, lambda: has_slices(value)):
-            return self._slices.reduce(
+        wanted = _DEFAULT if options is None else options
+        with self._consensus.call(operation) as call:
+            # A plan exists for dense values alone
+            if key is None and call.reserve(has_slices, value):
+                return self._slices.reduce(
+                    operation,
+                    reduce_op,
+                    value,
+                    wanted,
+                    lambda op, dense: self.all_reduce(
+                        operation, op, dense, options, prepare
+                    ),
+                )
+            is_own = prepare is None
+            return self._plans.run_first(
                 operation,
-                reduce_op,
-                value,
-                _DEFAULT if options is None else options,
-                lambda op, dense: self.all_reduce(
-                    operation, op, dense, options, prepare
-                ),
+                key,
+                lambda: self._plan(operation, reduce_op, value, wanted, is_own=is_own),
+                lambda plan, given: self._execute(plan, given, prepare),
             )
-
-        # Everything that may fail for one rank's arguments, before the ranks compare
-        # calls.
-        def make() -> tuple[ReducePlan, list[Any], list[Any]]:
-            return self._plan(
-                operation,
-                reduce_op,
-                value,
-                _DEFAULT if options is None else options,
-                is_own=prepare is None,
-            )
-
-        return self._plans.run_first(
-            operation,
-            key,
-            make,
-            lambda plan, given: self._execute(plan, given, prepare),
-        )
 
     def _plan(
         self,
@@ -306,7 +290,8 @@ class Reductions:
         leaves, spec, given = self._take(value, options)
         require_reducible(op, given, spec)
         agreed = (("reduce_op", op.name), *option_fields(options))
-        call = CallSignature(operation, agreed, spec, describe(given))
+        signature = CallSignature(operation, agreed, spec, describe(given))
+        call = self._consensus.call(signature, options.timeout_seconds)
         structure = Structure.of(spec, leaves)
         is_packed = is_own and self.fits(op, given, options)
         plan = self.plan(call, op, options, structure, given, is_packed)
@@ -333,9 +318,7 @@ class Reductions:
         values = [a if hasattr(a, "dtype") else np.asarray(a) for a in given]
         if prepare is None:
             prepare = functools.partial(self.prepare, plan=plan.sums)
-        return self.reduce_large(
-            plan.call, plan.number, plan.op, values, plan.options, prepare
-        )
+        return self.reduce_large(plan.call, plan.op, values, plan.options, prepare)
 
     # Small arrays: they travel with the comparison of the calls
 
@@ -362,7 +345,7 @@ class Reductions:
 
     def plan(
         self,
-        call: CallSignature,
+        call: Call,
         op: ReduceOp,
         options: CommunicationOptions,
         structure: Structure,
@@ -372,7 +355,7 @@ class Reductions:
         """Return the plan of a reduction whose arguments have been checked.
 
         Args:
-          call: what the ranks are to compare.
+          call: what the ranks agree on.
           op: the reduction.
           options: see `CommunicationOptions`.
           structure: of the value.
@@ -387,7 +370,6 @@ class Reductions:
         combine = functools.partial(arithmetic.combine_in_order, op)
         return ReducePlan(
             call,
-            digest(call),
             op,
             options,
             structure,
@@ -412,33 +394,29 @@ class Reductions:
                 arithmetic.may_overflow(page, self._size) for page in pages
             )
 
-        consensus, timeout = self._consensus, plan.options.timeout_seconds
-        if plan.pages is None:  # of one rank
-            # `fill` still converts and packs, so that one rank gives the same dtypes as
-            # many.
-            alone = [np.empty(pack.shape, pack.dtype) for pack in plan.packs]
-            fill(alone)
-            parts: Sequence[Sequence[Any]] = [(a,) for a in alone]
-        else:
-            parts = consensus.exchange(
-                plan.call, plan.number, plan.pages, fill, timeout
-            )
         results: list[Any] = [None] * len(given)
-        # `parts` are views of shared pages, valid until the next exchange: `combine`
-        # makes totals of our own.
-        for pack, everyone in zip(plan.packs, parts):
-            total = plan.combine(everyone)
-            if plan.divisor:
-                total /= plan.divisor
-            if pack.dtype != pack.out:
-                total = total.astype(pack.out)
-            pack.take_apart(total, results)
-        # If any rank's flag is set, all ranks check
-        if plan.has_integers and (
-            plan.op is ReduceOp.PRODUCT or consensus.comparison.is_any_large
-        ):
-            self._require_fit(plan, parts, results)
-        return self._copies.up(results, given) if plan.is_on_gpu else results
+        with plan.call as call:
+            if plan.pages is None:  # of one rank
+                # Converted and packed as many ranks do it, which gives their dtypes
+                alone = [np.empty(pack.shape, pack.dtype) for pack in plan.packs]
+                fill(alone)
+                parts: Sequence[Sequence[Any]] = [(a,) for a in alone]
+            else:
+                parts = call.exchange(plan.pages, fill)
+            # Views of shared pages, valid until the next agreement: totals are our own
+            for pack, everyone in zip(plan.packs, parts):
+                total = plan.combine(everyone)
+                if plan.divisor:
+                    total /= plan.divisor
+                if pack.dtype != pack.out:
+                    total = total.astype(pack.out)
+                pack.take_apart(total, results)
+            # If any rank's flag is set, all ranks check
+            if plan.has_integers and (
+                plan.op is ReduceOp.PRODUCT or self._consensus.comparison.is_any_large
+            ):
+                self._require_fit(plan, parts, results)
+            return self._copies.up(results, given) if plan.is_on_gpu else results
 
     def _require_fit(
         self, plan: ReducePlan, parts: Sequence[Any], results: Sequence[Any]
@@ -460,8 +438,7 @@ class Reductions:
 
     def reduce_large(
         self,
-        call: CallSignature,
-        number: int,
+        call: Call,
         op: ReduceOp,
         values: Sequence[Any],
         options: CommunicationOptions,
@@ -470,21 +447,15 @@ class Reductions:
         """Return the reductions of arrays that were checked before. Collective.
 
         Args:
-          call: the signature that the ranks compare.
-          number: its digest.
+          call: what the ranks agree on.
           op: the operation.
           values: the arrays.
           options: see `CommunicationOptions`.
           prepare: prepares the reduction; by default `prepare`.
         """
-        consensus, timeout = self._consensus, options.timeout_seconds
-        # What may fail comes before the comparison, and a failure is reported in it.
-        with consensus.lock:
-            address, move = consensus.guard(
-                call.operation, prepare or self.prepare, op, values, options
-            )
-            # The address is compared with the call
-            return move(consensus.compare(call, number, address, timeout))
+        with call:
+            address, move = call.reserve(prepare or self.prepare, op, values, options)
+            return move(call.agree(address))
 
     def prepare(
         self,
@@ -789,24 +760,25 @@ class Reductions:
         if not totals[-1][0]:
             return
         integers = [j for j, a in enumerate(partial) if a.dtype.kind in "iu"]
-        call, consensus = CallSignature("a sum of large integers"), self._consensus
-        sum_wide = consensus.guard(
-            call.operation,
-            lambda: prepare([partial[j].astype(np.float64) for j in integers], options),
-        )
-        consensus.require_same(call)
-        wide = sum_wide()
+        with self._consensus.call("a sum of large integers") as call:
+            sum_wide = call.reserve(
+                lambda: prepare(
+                    [partial[j].astype(np.float64) for j in integers], options
+                )
+            )
+            call.agree()
+            wide = sum_wide()
 
-        def check() -> None:
-            for j, rough in zip(integers, wide, strict=True):
-                dtype = partial[j].dtype
-                if dtype.itemsize < 8:  # exact; Open MPI saturates sums of few bits
-                    totals[j] = rough.astype(np.int64).astype(dtype)
-                name = "value" if len(partial) == 2 else f"array {j} of the value"
-                what = f"the sum of {name} over all replicas"
-                arithmetic.require_fit(totals[j], rough, what)
+            def check() -> None:
+                for j, rough in zip(integers, wide, strict=True):
+                    dtype = partial[j].dtype
+                    if dtype.itemsize < 8:  # exact; Open MPI saturates sums of few bits
+                        totals[j] = rough.astype(np.int64).astype(dtype)
+                    name = "value" if len(partial) == 2 else f"array {j} of the value"
+                    what = f"the sum of {name} over all replicas"
+                    arithmetic.require_fit(totals[j], rough, what)
 
-        consensus.guard_last(call.operation, check)
+            call.finish(check)
 
 
 def _make_packs(op: ReduceOp, given: Sequence[Any]) -> list[_Pack]:

@@ -82,8 +82,8 @@ class SliceReductions:
                 given += self._take(leaves[i])
             return op, leaves, spec, sparse, given
 
-        with consensus.lock:
-            op, leaves, spec, sparse, given = consensus.guard(name, prepare)
+        with consensus.call(name) as call:
+            op, leaves, spec, sparse, given = call.reserve(prepare)
             shapes = tuple(leaves[i].dense_shape for i in sparse)
             agreed = (
                 ("reduce_op", op.name),
@@ -94,8 +94,9 @@ class SliceReductions:
             # The number of rows may differ between ranks; all other dimensions must
             # agree.
             described = describe_but(given, [0] * len(given))
-            call = CallSignature(name, agreed, nest.flatten(given)[1], described)
-            plan = self._gathers.plan(call, given, [0] * len(given), options)
+            signature = CallSignature(name, agreed, nest.flatten(given)[1], described)
+            sparse_call = consensus.call(signature, options.timeout_seconds)
+            plan = self._gathers.plan(sparse_call, given, [0] * len(given), options)
             gathered = self._gathers.execute(plan, given)
             results: list[Any] = list(leaves)
 
@@ -107,7 +108,7 @@ class SliceReductions:
             if sum(array.nbytes for array in gathered) < packing.LARGE_BYTES:
                 join()
             else:
-                consensus.guard_last(name, join)
+                call.finish(join)
         # Outside of the lock, as this is a collective of its own with a lock of its
         # own.
         dense = [i for i in range(len(leaves)) if i not in set(sparse)]

@@ -165,9 +165,7 @@ class Consensus:
                 if consensus in cls.in_use:
                     look(consensus)
 
-    def call(
-        self, call: CallSignature | str, timeout: float | None = None
-    ) -> Call:
+    def call(self, call: CallSignature | str, timeout: float | None = None) -> Call:
         """Return a kind of collective, to be opened by `with`. Not collective.
 
         Inside, in this order: reserve what may fail on one rank, agree, move data.
@@ -466,16 +464,22 @@ class Consensus:
 
     # Until all rooms use `call`, `run` and `gather_objects`
 
-    def compare(self, call: Any, number: int, address: int = 0, timeout: Any = None) -> bool:
+    def compare(
+        self, call: Any, number: int, address: int = 0, timeout: Any = None
+    ) -> bool:
         return Call(self, call, timeout).agree(address)
 
-    def exchange(self, call: Any, number: int, pages: Any, fill: Any, timeout: Any = None) -> Any:
+    def exchange(
+        self, call: Any, number: int, pages: Any, fill: Any, timeout: Any = None
+    ) -> Any:
         return Call(self, call, timeout).exchange(pages, fill)
 
     def sync_errors(self, operation: str, error: Any, timeout: Any = None) -> None:
         self.require_same(operation, error, timeout)
 
-    def run_in_scope(self, operation: str, fn: Any, *args: Any, describe: Any = None) -> Any:
+    def run_in_scope(
+        self, operation: str, fn: Any, *args: Any, describe: Any = None
+    ) -> Any:
         return self.run(operation, fn, *args, same=describe)
 
     def guard(self, operation: str, fn: Any, *args: Any) -> Any:
@@ -599,7 +603,8 @@ class Call:
             result = fn(*args)
         except BaseException as error:
             self.fail(error)
-        self._consensus.reserved = self.signature.operation
+        if self._consensus.size > 1:
+            self._consensus.reserved = self.signature.operation
         return result
 
     def fail(self, error: BaseException) -> NoReturn:

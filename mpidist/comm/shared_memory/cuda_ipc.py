@@ -71,18 +71,18 @@ def share_buffers(
       size_bytes: of each rank's buffer.
     """
     own, handle, reason = _export(consensus.rank, size_bytes)
-    handles = consensus.gather(_CALL, handle)
+    handles = consensus.gather_objects(_CALL, lambda: handle)
     addresses: dict[int, int] = {}
     if all(handles):
         reason = _open(consensus.rank, handles, addresses)
-    reasons = [text for text in consensus.gather(_CALL, reason) if text]
+    reasons = list(filter(None, consensus.gather_objects(_CALL, lambda: reason)))
     if reasons:
         # Once all have closed, own memory may be freed
-        consensus.run_in_scope(_CALL, lambda: _close(addresses))
+        consensus.run(_CALL, _close, addresses)
         return None, reasons[0]
     assert own is not None
     buffers = IpcBuffers(consensus, own, addresses)
-    wrong = consensus.gather(_CALL, _find_wrong(buffers.arrays))
+    wrong = consensus.gather_objects(_CALL, lambda: _find_wrong(buffers.arrays))
     if any(wrong):
         buffers.close()
         return None, "a GPU reads wrong data in the memory of another process"

@@ -19,7 +19,6 @@ from mpi4py import MPI
 from mpidist.comm.consensus.barrier import NodeBarrier
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.pending import Pending
-from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.topology import Topology
 from mpidist.errors import ArgumentError, LaunchError
 from mpidist.util.available_memory import (
@@ -86,7 +85,7 @@ class NodeMemory:
         # Weak references die at different times on each rank, so freeing is decided
         # collectively.
         gone = {n for n, s in self._shares.items() if s.owner() is None}
-        everyone = self._consensus.gather(_CALL, (mine, gone))
+        everyone = self._consensus.gather_objects(_CALL, lambda: (mine, gone))
         # In the order of their numbers: MPI_Win_free is collective, and must match.
         for number in sorted(set.intersection(*(gone for _, gone in everyone))):
             self._shares.pop(number).free()
@@ -111,9 +110,11 @@ class NodeMemory:
         # Bytes are compared, too: ranks that computed other sizes must not share a
         # window.
         total = _offsets(fields)[-1]
-        self._consensus.guard(_CALL, lambda: self._require_possible(fields, total))
-        self._consensus.require_same(CallSignature(_CALL, (("bytes", total),)))
-
+        self._consensus.run(
+            _CALL,
+            lambda: self._require_possible(fields, total),
+            same=lambda _: (("bytes", total),),
+        )
         node = self._topology.node
 
         def make() -> _Share:
@@ -126,7 +127,7 @@ class NodeMemory:
                 storage = Storage(arrays, window.Sync, note)
             return _Share(weakref.ref(owner), storage, window, node)
 
-        share = self._consensus.run_in_scope(_CALL, make)
+        share = self._consensus.run(_CALL, make)
         self._shares[next(self._numbers)] = share
         return share.storage
 
@@ -147,7 +148,7 @@ class NodeMemory:
                 _clear(arrays[0], window, node)
             return Storage(arrays, window.Sync if window else None, note)
 
-        share.storage = self._consensus.run_in_scope(_CALL, make)
+        share.storage = self._consensus.run(_CALL, make)
         return share.storage
 
     def close(self) -> None:
@@ -269,11 +270,12 @@ def make_barrier(
     # would let ranks choose different transports.
     needed = node.Get_size() * NodeBarrier.count_bytes(page_bytes, _SLOT_BYTES)
     free = min(free_bytes(is_shared=True).values(), default=needed)
-    short = [(n, f) for n, f in consensus.gather(operation, (needed, free)) if n > f]
+    memory = consensus.gather_objects(operation, lambda: (needed, free))
+    short = [(n, f) for n, f in memory if n > f]
     if not short:
         # Ranks of the node as the strategy numbers them, for messages.
         names = node.group.Translate_ranks(None, consensus.comm.group)
-        return consensus.run_in_scope(
+        return consensus.run(
             operation,
             lambda: NodeBarrier(
                 node,

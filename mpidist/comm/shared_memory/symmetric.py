@@ -105,7 +105,7 @@ class SymmetricMemory:
             except Exception as caught:
                 error = caught
             # All have mapped it, or all raise
-            self._consensus.require_same(CallSignature(operation), error)
+            self._consensus.require_same(operation, error)
         # The mapping keeps the memory; the descriptor is needed no more.
         finally:
             if file >= 0:

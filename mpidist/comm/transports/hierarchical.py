@@ -40,7 +40,8 @@ class HierarchicalTransport(SharedTransport):
     def __init__(self, consensus: Consensus, barrier: NodeBarrier):
         # The smallest node limits how many ranks add: each adder needs a partner
         # everywhere.
-        adders = min(consensus.gather("HierarchicalTransport", barrier.size))
+        sizes = consensus.gather_objects("HierarchicalTransport", lambda: barrier.size)
+        adders = min(sizes)
         super().__init__(consensus, barrier, adders)
         self._direct = MpiTransport(consensus)
         self._wire: np.dtype[Any] | None = (

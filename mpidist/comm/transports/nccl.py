@@ -68,7 +68,7 @@ def connect(consensus: Consensus) -> tuple[NcclTransport | None, str]:
             comm = nccl.NcclCommunicator(consensus.size, unique_id, consensus.rank)
     except Exception as error:  # of NCCL or CUDA: use MPI instead
         reason = f"rank {consensus.rank}: {error}"
-    reasons = [text for text in consensus.gather(_CALL, reason) if text]
+    reasons = list(filter(None, consensus.gather_objects(_CALL, lambda: reason)))
     if reasons and comm is not None:
         with contextlib.suppress(
             nccl.NcclError

@@ -39,7 +39,7 @@ class RingTransport(MpiTransport):
 
     def __init__(self, consensus: Consensus):
         super().__init__(consensus)
-        nodes = consensus.gather("RingTransport", MPI.Get_processor_name())
+        nodes = consensus.gather_objects("RingTransport", MPI.Get_processor_name)
         # The lowest rank of a node identifies it.
         lowest: dict[str, int] = {}
         self._nodes = [lowest.setdefault(name, r) for r, name in enumerate(nodes)]

@@ -322,7 +322,7 @@ class DeviceTransports:
             adder = DeviceTransport(consensus)
         except Exception as error:
             reason = f"rank {consensus.rank}: {error}"
-        reasons = [text for text in consensus.gather(_CALL, reason) if text]
+        reasons = list(filter(None, consensus.gather_objects(_CALL, lambda: reason)))
         if reasons:
             self.missing["device"] = reasons[0]
         else:
