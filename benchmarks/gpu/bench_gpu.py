@@ -278,7 +278,7 @@ def _compare_size(
     for name, transport in by_name.items():
         if name != "ordered":  # which is there for its order of additions
             calls[f"transport {name}"] = lambda t=transport: _into(
-                total, t.allreduce_sum, given, None
+                total, lambda *a: t.allreduce([a[0]], *a[1:]), given, None
             )
     if setting.is_aware:
         calls[RAW] = lambda: _into(total, comm.Allreduce, given)
@@ -387,7 +387,7 @@ def compare_to_memory(setting: Setting) -> None:
     size = setting.large_bytes
     given = setting.numbers(size // 4)
     total = cupy.zeros_like(given)
-    calls = {"transport ipc": lambda: way.allreduce_sum(given, total, None)}
+    calls = {"transport ipc": lambda: way.allreduce([given], total, None)}
     seconds = setting.time_in_turn(calls)["transport ipc"]
     assert (total == setting.sum_of_numbers(size // 4)).all(), "ipc is wrong"
     # Ranks that share a GPU share its memory's bandwidth

@@ -151,7 +151,7 @@ def _call(group: ReplicaGroup, transport: Transport, method: str, size: int) -> 
         return _Call(lambda: transport.broadcast(buffer, 0, None), buffer)
     if method == "allreduce":
         send, receive = ones(count), ones(count)
-        return _Call(lambda: transport.allreduce_sum(send, receive, None), receive)
+        return _Call(lambda: transport.allreduce([send], receive, None), receive)
     counts = [max(1, count // ranks)] * ranks
     part, gathered = ones(counts[0]), ones(sum(counts))
     return _Call(lambda: transport.allgatherv(part, gathered, counts, None), gathered)

@@ -176,7 +176,7 @@ class Operations:
         else:
             buckets.allocate(bucket, flat)
         way = self._transports.pick(_AUTO, False, False)
-        way.allreduce_sum(flat.array, flat.array, self._deadline())
+        way.allreduce([flat.array], flat.array, self._deadline())
         return flat.tensor
 
     def reduce(self, tensors: Sequence[Any], opts: Any = None) -> Any:
@@ -214,7 +214,7 @@ class Operations:
             self._compare(name, *agreed)
             if self._size > 1:
                 way = self._transports.pick(_AUTO, False, False)
-                way.allreduce_sum(array, total.array, self._deadline())
+                way.allreduce([array], total.array, self._deadline())
             else:
                 total.array[...] = array
             if known is ReduceOp.MEAN:

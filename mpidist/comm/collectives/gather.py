@@ -234,7 +234,7 @@ class Gathers:
         """Return whether ranks can write parts directly into the result."""
         in_node = self._transports.intra_node
         # Only ranks that share all memory can write into each other's columns.
-        if in_node is None or in_node.name != "shared" or is_direct(options):
+        if in_node is None or not in_node.shares_memory or is_direct(options):
             return False
         is_small = value.dtype.itemsize < packing.LARGE_BYTES
         return isinstance(value, np.ndarray) and is_small

@@ -45,7 +45,7 @@ from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.packing import Kind
 from mpidist.comm.shared_memory.symmetric import SymmetricMemory
 from mpidist.comm.transports.base import Transport
-from mpidist.comm.transports.selector import NarrowingTransport, TransportSelector
+from mpidist.comm.transports.selector import TransportSelector
 from mpidist.device import arrays
 from mpidist.device.copies import SmallCopies
 from mpidist.options import CommunicationOptions, ReduceOp
@@ -578,9 +578,9 @@ class Reductions:
             kind = kinds[members[0]]
             size = sum(sizes[j] for j in members)
             # Sums of 16-bit floats are accumulated in float32; see
-            # `Transport.allreduce_sum`.
+            # `Transport.allreduce`.
             total = arrays.accumulator_dtype(kind[0])
-            adder: Transport | None = self._narrowing(kind, options)
+            adder = self._narrowing(kind, options)
             wire = None
             if adder is not None:
                 wire = arithmetic.wire_dtype(kind[0], options.compression)
@@ -591,9 +591,7 @@ class Reductions:
             packs.append(_SumPack(members, inside, size, total, adder, wire))
         return packs
 
-    def _narrowing(
-        self, kind: Kind, options: CommunicationOptions
-    ) -> NarrowingTransport | None:
+    def _narrowing(self, kind: Kind, options: CommunicationOptions) -> Transport | None:
         """Return the transport that compresses arrays, if requested."""
         dtype, is_device = kind
         # Integers and 16-bit numbers would not become narrower.
@@ -679,13 +677,9 @@ class Reductions:
         """Put the sums of arrays of one dtype into their memory."""
         transport, dtype = pack.transport, sends[0].dtype
         self._transports.count(transport.name, total.nbytes)
-        if pack.wire is not None:
-            assert isinstance(transport, NarrowingTransport)
-            transport.allreduce_narrow(sends, total, pack.wire, deadline)
-            return
-        transport.allreduce_packed(sends, total, deadline)
+        transport.allreduce(sends, total, deadline, pack.wire)
         # Totals may have been narrow on the way, so all are
-        if dtype != pack.dtype:
+        if pack.wire is None and dtype != pack.dtype:
             arithmetic.round_to(dtype, total)
 
     def _address_of(self, values: Sequence[Any], options: CommunicationOptions) -> int:

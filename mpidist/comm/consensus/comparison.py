@@ -13,8 +13,7 @@ from mpi4py import MPI
 
 from mpidist.comm.consensus.barrier import NodeBarrier, words_of
 from mpidist.comm.consensus.signatures import CallSignature
-from mpidist.comm.consensus.tags import Tag
-from mpidist.comm.consensus.waiting import Departures, Requests, RequestWaiter
+from mpidist.comm.consensus.waiting import Departures, RequestWaiter
 
 __all__ = [
     "FAILED",
@@ -239,8 +238,6 @@ class PayloadComparison:  # not an abc.ABC, for which isinstance is slow
 class GatherComparison(PayloadComparison):
     """Compares by an MPI_Iallgather of pages: a small payload takes no more time.
 
-    Two ranks use persistent requests, which take less time.
-
     Args:
       comm: the ranks.
       departures: of ranks of `comm`.
@@ -264,15 +261,6 @@ class GatherComparison(PayloadComparison):
         size = _HEADER_BYTES + -(-payload_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._send = np.zeros(size, np.uint8)
         self._received = np.zeros((comm.Get_size(), size), np.uint8)
-        self._pair: list[MPI.Prequest] = []
-        self._is_idle = True
-        if comm.Get_size() == 2:
-            rank, other = comm.Get_rank(), 1 - comm.Get_rank()
-            self._send = self._received[rank]  # in the gathered array
-            self._pair = [
-                comm.Recv_init(self._received[other], other, Tag.PAIR),
-                comm.Send_init(self._send, other, Tag.PAIR),
-            ]
         self._mine: Any = words_of(self._send)
         self._words = list(map(words_of, self._received))
         # No double buffer: what is sent and what is received are separate memory
@@ -294,26 +282,14 @@ class GatherComparison(PayloadComparison):
         mine = self._mine
         mine[0], mine[1], mine[2] = words
         mine[3] = time.monotonic_ns() - self._left_ns  # see MaximumComparison
-        request: Requests
-        self._is_idle = False
-        if self._pair:
-            MPI.Prequest.Startall(self._pair)
-            request = self._pair  # type: ignore[assignment]  # a list is invariant
-        else:
-            # Never a blocking call: it would not match one of a rank with a deadline
-            request = self._comm.Iallgather(self._send, self._received)
+        # Never a blocking call: it would not match one of a rank with a deadline
+        request = self._comm.Iallgather(self._send, self._received)
         self._waiting.wait(request, deadline, 2 * self._calls, yield_cpu)
-        self._is_idle = True
         self._left_ns = time.monotonic_ns()
         # A rank that arrived earlier may have left since; later calls would wait for it
         if mine[3] > _LATE_NS + min([theirs[3] for theirs in self._words]):
             self._departures.require_none()
         return self._judge(self._words, words)
-
-    def close(self) -> None:
-        """See `Comparison.close`. Unfinished requests are left to MPI."""
-        while self._is_idle and self._pair:
-            self._pair.pop().Free()
 
     def late(self) -> int:
         """See `Comparison.late`."""

@@ -22,6 +22,5 @@ class Tag(enum.IntEnum):
     BLOCK_TOTAL = 5
     RING = 6  # `transports.ring`, between nodes
     RING_IN_NODE = 7
-    PAIR = 8  # `consensus.comparison`, of two ranks
     PIECE = 9  # `transports.mpi`: of large arrays, from each rank to each
     CLOCK = 10  # `monitor.timeline`

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
+
+import numpy as np
 
 __all__ = ["MESSAGE_BYTES", "MOST_RANKS", "Transport"]
 
@@ -14,7 +16,7 @@ MOST_RANKS = 16
 MESSAGE_BYTES = 32 << 10
 
 
-class Transport(Protocol):
+class Transport:
     """Collectives on contiguous arrays of a dtype that MPI knows.
 
     All ranks of the communicator call the same method with matching arguments, which
@@ -26,30 +28,42 @@ class Transport(Protocol):
     methods raise DeadlineError.
     """
 
-    name: str
-    device: bool
-    is_ordered: bool  # whether it adds in the order of the ranks, as `add_in_order`
+    name = ""
+    device = False
+    is_ordered = False  # whether it adds in the order of the ranks, as `add_in_order`
+    # What else it can do
+    can_exchange = False  # `alltoallv`
+    shares_memory = False  # `allreduce_symmetric`, `allgather_columns`
 
-    def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
-        """Put the sum over all ranks of `send` into `receive`, the same on all ranks.
-
-        Both have the same size and dtype. If `is_ordered`, `receive` may have a wider
-        floating dtype, in which the sum is formed. Totals may be sent in the narrower
-        dtype. On the host `receive` may be `send` itself.
-        """
-
-    def allreduce_packed(
-        self, sends: Sequence[Any], receive: Any, deadline: float | None
+    def allreduce(
+        self,
+        sends: Sequence[Any],
+        receive: Any,
+        deadline: float | None,
+        wire: np.dtype[Any] | None = None,
     ) -> None:
-        """Like `allreduce_sum`, for several arrays, concatenated.
+        """Put the sum over all ranks of `sends` into `receive`, the same on all ranks.
 
-        All have the same dtype; `receive` has one dimension, and room for all.
+        Args:
+          sends: arrays of one dtype, which are added as if concatenated.
+          receive: has the size of all together, and the same dtype; if `is_ordered`, it
+            may have a wider floating dtype, in which the sum is formed. Totals may be
+            sent in the narrower dtype. On the host it may be the only array of `sends`.
+          deadline: see the class.
+          wire: the narrower dtype in which nodes send; for some transports only, see
+            `TransportSelector.narrowing`.
         """
+        raise NotImplementedError
 
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
     ) -> None:
         """Concatenate the `counts[r]` elements of each rank r into `receive`."""
+        raise NotImplementedError
 
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
         """Copy `buffer` of rank `root` into `buffer` of all other ranks."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free memory and communicators, if it has any. Collective."""

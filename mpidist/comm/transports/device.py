@@ -49,8 +49,15 @@ class DeviceTransport(MpiTransport):
         self._parts, self._totals = DeviceBuffer(size), DeviceBuffer(size)
         self._order = Order()
 
-    def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
-        """See `Transport.allreduce_sum`."""
+    def allreduce(
+        self,
+        sends: Sequence[Any],
+        receive: Any,
+        deadline: float | None,
+        wire: np.dtype[Any] | None = None,
+    ) -> None:
+        """See `Transport.allreduce`."""
+        send = packing.pack(sends)
         send, receive = send.reshape(-1), receive.reshape(-1)
         step = max(1, self._block_bytes // receive.dtype.itemsize)
         with self._order:
@@ -115,14 +122,21 @@ class DeviceMpiTransport(MpiTransport):
         super().__init__(consensus)
         self._adder = adder
 
-    def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
-        """See `Transport.allreduce_sum`."""
+    def allreduce(
+        self,
+        sends: Sequence[Any],
+        receive: Any,
+        deadline: float | None,
+        wire: np.dtype[Any] | None = None,
+    ) -> None:
+        """See `Transport.allreduce`."""
         if deadline is not None:
-            self._adder.allreduce_sum(send, receive, deadline)
+            self._adder.allreduce(sends, receive, deadline)
             return
+        send = packing.pack(sends).reshape(-1)
         arrays.synchronize(send)
         # mpi4py takes no empty array of several dimensions
-        super().allreduce_sum(send.reshape(-1), receive.reshape(-1), deadline)
+        super().allreduce([send], receive.reshape(-1), deadline)
 
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None

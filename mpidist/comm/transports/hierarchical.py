@@ -35,6 +35,7 @@ class HierarchicalTransport(SharedTransport):
 
     name = "hierarchical"
     is_ordered = False
+    shares_memory = False
     most_nodes = MOST_RANKS  # that exchange parts; with more nodes, MPI adds
 
     def __init__(self, consensus: Consensus, barrier: NodeBarrier):
@@ -44,9 +45,8 @@ class HierarchicalTransport(SharedTransport):
         adders = min(sizes)
         super().__init__(consensus, barrier, adders)
         self._direct = MpiTransport(consensus)
-        self._wire: np.dtype[Any] | None = (
-            None  # in which nodes send; None for the arrays' dtype
-        )
+        # In which nodes send; None for the arrays' dtype
+        self._wire: np.dtype[Any] | None = None
         # Ranks with the same number in their nodes form one communicator across nodes.
         color = barrier.rank if barrier.rank < adders else MPI.UNDEFINED
         with Pending("making a communicator", consensus.comm):
@@ -61,19 +61,17 @@ class HierarchicalTransport(SharedTransport):
         if self._like != MPI.COMM_NULL:
             self._consensus.failures.free(self._like)
 
-    def allreduce_narrow(
+    def allreduce(
         self,
         sends: Sequence[Any],
         receive: Any,
-        wire: np.dtype[Any],
         deadline: float | None,
+        wire: np.dtype[Any] | None = None,
     ) -> None:
-        """See `OrderedTransport.allreduce_narrow`; narrow between nodes only."""
-        # A flag for the call, as `_add_other_nodes` is called from the loop of the base
-        # class.
-        self._wire = wire
+        """See `Transport.allreduce`; narrow between nodes only."""
+        self._wire = wire  # for `_add_other_nodes`, in the loop of the base class
         try:
-            self.allreduce_packed(sends, receive, deadline)
+            super().allreduce(sends, receive, deadline)
         finally:
             self._wire = None
 

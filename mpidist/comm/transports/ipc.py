@@ -23,6 +23,7 @@ from mpidist.comm import packing
 from mpidist.comm.consensus.barrier import NodeBarrier
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.shared_memory.cuda_ipc import IpcBuffers
+from mpidist.comm.transports.base import Transport
 from mpidist.comm.transports.mpi import bytes_of
 from mpidist.device import kernels
 from mpidist.device.streams import Order, assign, record
@@ -46,7 +47,7 @@ class _Block(NamedTuple):
     parts: Sequence[slice]
 
 
-class IpcTransport:
+class IpcTransport(Transport):
     """Copies and adds on GPUs; all ranks are on one node.
 
     Args:
@@ -78,14 +79,14 @@ class IpcTransport:
         finally:  # the others wait there
             self._buffers.close()
 
-    def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
-        """See `Transport.allreduce_sum`."""
-        self.allreduce_packed([send], receive, deadline)
-
-    def allreduce_packed(
-        self, sends: Sequence[Any], receive: Any, deadline: float | None
+    def allreduce(
+        self,
+        sends: Sequence[Any],
+        receive: Any,
+        deadline: float | None,
+        wire: np.dtype[Any] | None = None,
     ) -> None:
-        """See `Transport.allreduce_packed`. The slots are the pack."""
+        """See `Transport.allreduce`. The slots are the pack."""
         receive, dtype = receive.reshape(-1), sends[0].dtype
         if not receive.size:
             return

@@ -13,6 +13,7 @@ from mpidist.comm import packing
 from mpidist.comm.consensus.comparison import SharedMemoryComparison
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.tags import Tag
+from mpidist.comm.transports.base import Transport
 
 __all__ = ["MpiTransport", "bytes_of"]
 
@@ -20,7 +21,7 @@ __all__ = ["MpiTransport", "bytes_of"]
 _MOST_BYTES = 1 << 30
 
 
-class MpiTransport:
+class MpiTransport(Transport):
     """Nonblocking MPI collectives; on one node, and on GPUs, blocking ones.
 
     While a rank waits for a nonblocking call, it detects ranks that have left, signals
@@ -35,8 +36,7 @@ class MpiTransport:
     """
 
     name = "mpi"
-    device = False
-    is_ordered = False
+    can_exchange = True
     packs_in_place = True  # in the memory of the result
 
     def __init__(self, consensus: Consensus, most_bytes: int | None = None):
@@ -46,11 +46,22 @@ class MpiTransport:
         self._blocks = self.device or is_one_node
         self.most_bytes = _MOST_BYTES if most_bytes is None else most_bytes
 
-    def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
-        """See `Transport.allreduce_sum`."""
-        if send is receive and self.packs_in_place:
-            self._add_in_place(receive.reshape(-1), deadline)
+    def allreduce(
+        self,
+        sends: Sequence[Any],
+        receive: Any,
+        deadline: float | None,
+        wire: np.dtype[Any] | None = None,
+    ) -> None:
+        """See `Transport.allreduce`."""
+        if self.packs_in_place and (len(sends) > 1 or sends[0] is receive):
+            receive = receive.reshape(-1)
+            # Pack into the result, where MPI then adds in place: no separate pack
+            if len(sends) > 1:
+                np.concatenate([send.reshape(-1) for send in sends], out=receive)
+            self._add_in_place(receive, deadline)
             return
+        send = packing.pack(sends)
         if send is receive:
             send = send.copy()
         if send.nbytes <= self.most_bytes:
@@ -74,17 +85,6 @@ class MpiTransport:
             comm.Allreduce(send, receive, MPI.SUM)
         else:
             self._wait(comm.Iallreduce(send, receive, MPI.SUM), deadline, "all_reduce")
-
-    def allreduce_packed(
-        self, sends: Sequence[Any], receive: Any, deadline: float | None
-    ) -> None:
-        """See `Transport.allreduce_packed`."""
-        if len(sends) == 1 or not self.packs_in_place:
-            self.allreduce_sum(packing.pack(sends), receive, deadline)
-            return
-        # Pack into the result, where MPI then adds in place: no separate pack
-        np.concatenate([send.reshape(-1) for send in sends], out=receive)
-        self._add_in_place(receive, deadline)
 
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
@@ -127,7 +127,7 @@ class MpiTransport:
     ) -> None:
         """Send elements to each rank, and receive elements from each.
 
-        They are contiguous. Not part of `Transport`: few transports have it.
+        They are contiguous. Only of transports that `can_exchange`.
 
         Args:
           send: the send buffer.

@@ -15,6 +15,7 @@ import numpy as np
 from mpidist.comm import packing
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.pending import Pending
+from mpidist.comm.transports.base import Transport
 from mpidist.comm.transports.mpi import bytes_of
 from mpidist.device.streams import record
 
@@ -79,7 +80,7 @@ def connect(consensus: Consensus) -> tuple[NcclTransport | None, str]:
     return NcclTransport(consensus, comm), ""
 
 
-class NcclTransport:
+class NcclTransport(Transport):
     """Collectives on GPUs by NCCL, in the order of the current stream.
 
     With two communicators, all ranks would have to use them in the same order (NCCL's
@@ -92,7 +93,6 @@ class NcclTransport:
 
     name = "nccl"
     device = True
-    is_ordered = False
 
     def __init__(self, consensus: Consensus, comm: Any):
         from cupy.cuda import nccl
@@ -137,8 +137,15 @@ class NcclTransport:
                 raise failures.error() from error
             raise
 
-    def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
-        """See `Transport.allreduce_sum`."""
+    def allreduce(
+        self,
+        sends: Sequence[Any],
+        receive: Any,
+        deadline: float | None,
+        wire: np.dtype[Any] | None = None,
+    ) -> None:
+        """See `Transport.allreduce`."""
+        send = packing.pack(sends)
         name = np.dtype(send.dtype).name
         if name in _WIDER:
             wide = send.astype(_WIDER[name])
@@ -159,12 +166,6 @@ class NcclTransport:
         with self._using() as comm:
             comm.allReduce(*addresses, send.size, kind, _SUM, _stream())
         self._wait("all_reduce", deadline)
-
-    def allreduce_packed(
-        self, sends: Sequence[Any], receive: Any, deadline: float | None
-    ) -> None:
-        """See `Transport.allreduce_packed`."""
-        self.allreduce_sum(packing.pack(sends), receive, deadline)
 
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None

@@ -45,26 +45,16 @@ class OrderedTransport(MpiTransport):
         super().__init__(consensus)
         self._block_bytes = block_bytes
 
-    def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
-        """See `Transport.allreduce_sum`."""
-        self._add(send, receive, send.dtype, deadline)
-
-    def allreduce_narrow(
+    def allreduce(
         self,
         sends: Sequence[Any],
         receive: Any,
-        wire: np.dtype[Any],
         deadline: float | None,
+        wire: np.dtype[Any] | None = None,
     ) -> None:
-        """Like `allreduce_packed`, but send numbers in another dtype.
-
-        Args:
-          sends: see `Transport.allreduce_packed`.
-          receive: see there.
-          wire: the narrower dtype.
-          deadline: see `Transport`.
-        """
-        self._add(packing.pack(sends), receive, wire, deadline)
+        """See `Transport.allreduce`."""
+        send = packing.pack(sends)
+        self._add(send, receive, wire or send.dtype, deadline)
 
     def _add(
         self, send: Any, receive: Any, wire: np.dtype[Any], deadline: float | None

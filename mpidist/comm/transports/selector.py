@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from mpidist.comm.consensus.barrier import NodeBarrier
 from mpidist.comm.consensus.consensus import Consensus
@@ -36,14 +36,10 @@ from mpidist.options import CommunicationImplementation
 __all__ = [
     "Choices",
     "DeviceTransports",
-    "NarrowingTransport",
     "ORDERED",
     "TransportSelector",
     "choose",
 ]
-
-# They have `allreduce_narrow`
-NarrowingTransport = OrderedTransport | HierarchicalTransport
 
 
 class Choices(NamedTuple):
@@ -195,7 +191,7 @@ class TransportSelector:
 
     def narrowing(
         self, implementation: CommunicationImplementation, is_ordered: bool
-    ) -> NarrowingTransport | None:
+    ) -> Transport | None:
         """Return the transport that sends compressed numbers; None on one node.
 
         Args:
@@ -218,7 +214,9 @@ class TransportSelector:
         choices = self._device if is_device else self._host
         assert choices is not None
         transport = choices.by_name.get("device" if is_device else "mpi")
-        return transport if isinstance(transport, MpiTransport) else None
+        if transport is None or not transport.can_exchange:
+            return None
+        return cast(MpiTransport, transport)
 
     def require_implementation(
         self, implementation: CommunicationImplementation

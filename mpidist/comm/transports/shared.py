@@ -13,9 +13,12 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpidist.comm import arithmetic, packing
 from mpidist.comm.consensus.barrier import NodeBarrier
 from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.transports.base import Transport
 from mpidist.comm.transports.mpi import bytes_of
 
 __all__ = ["SharedTransport"]
@@ -43,7 +46,7 @@ class _Block(NamedTuple):
     request: Any
 
 
-class SharedTransport:
+class SharedTransport(Transport):
     """Copies and adds in shared memory; all ranks are on one node.
 
     Totals are added up in the order of the ranks, so they do not depend on how arrays
@@ -57,8 +60,8 @@ class SharedTransport:
     """
 
     name = "shared"
-    device = False
     is_ordered = True
+    shares_memory = True
 
     def __init__(
         self, consensus: Consensus, barrier: NodeBarrier, adders: int | None = None
@@ -78,14 +81,14 @@ class SharedTransport:
         """Return whether there are more cores than ranks that use so many threads."""
         return self._barrier.cores > self._size * threads
 
-    def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
-        """See `Transport.allreduce_sum`."""
-        self.allreduce_packed([send], receive, deadline)
-
-    def allreduce_packed(
-        self, sends: Sequence[Any], receive: Any, deadline: float | None
+    def allreduce(
+        self,
+        sends: Sequence[Any],
+        receive: Any,
+        deadline: float | None,
+        wire: np.dtype[Any] | None = None,
     ) -> None:
-        """See `Transport.allreduce_packed`. The slots are the pack."""
+        """See `Transport.allreduce`. The slots are the pack."""
         receive = receive.reshape(-1)
         dtype = sends[0].dtype
         step = self._barrier.slot_bytes // dtype.itemsize

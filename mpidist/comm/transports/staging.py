@@ -37,7 +37,7 @@ class _Block(NamedTuple):
     work: Callable[[Any, Any], None]
 
 
-class StagingTransport:
+class StagingTransport(Transport):
     """Copies to the host, lets another transport work there, and copies back.
 
     Args:
@@ -54,11 +54,18 @@ class StagingTransport:
         self._block_bytes = block_bytes
         self._copies = HostCopies()
 
-    def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
-        """See `Transport.allreduce_sum`."""
+    def allreduce(
+        self,
+        sends: Sequence[Any],
+        receive: Any,
+        deadline: float | None,
+        wire: np.dtype[Any] | None = None,
+    ) -> None:
+        """See `Transport.allreduce`; packs on the device."""
+        send = packing.pack(sends)
 
         def work(host_send: Any, host_receive: Any) -> None:
-            self._host.allreduce_sum(host_send, host_receive, deadline)
+            self._host.allreduce([host_send], host_receive, deadline)
 
         # Blocks of the same size on all ranks, as sizes agree.
         send, receive = send.reshape(-1), receive.reshape(-1)
@@ -66,12 +73,6 @@ class StagingTransport:
             _Block(send[block], [receive[block]], work) for block in self._cut(receive)
         )
         self._run(blocks)
-
-    def allreduce_packed(
-        self, sends: Sequence[Any], receive: Any, deadline: float | None
-    ) -> None:
-        """See `Transport.allreduce_packed`; packs on the device."""
-        self.allreduce_sum(packing.pack(sends), receive, deadline)
 
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None

@@ -12,6 +12,8 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpidist.comm.transports.base import MESSAGE_BYTES, MOST_RANKS, Transport
 from mpidist.errors import LaunchError
 from mpidist.util import logs
@@ -195,7 +197,7 @@ def no_count(transport: str, size_bytes: int) -> None:
     """Count nothing."""
 
 
-class BySizeTransport:
+class BySizeTransport(Transport):
     """Passes each call to the transport for its size in a table.
 
     The size is that of the result in bytes, which all ranks know.
@@ -234,15 +236,15 @@ class BySizeTransport:
         self._count(way.name, receive.nbytes)
         return way
 
-    def allreduce_sum(self, send: Any, receive: Any, deadline: float | None) -> None:
-        """See `Transport.allreduce_sum`."""
-        self._pick("allreduce", receive).allreduce_sum(send, receive, deadline)
-
-    def allreduce_packed(
-        self, sends: Sequence[Any], receive: Any, deadline: float | None
+    def allreduce(
+        self,
+        sends: Sequence[Any],
+        receive: Any,
+        deadline: float | None,
+        wire: np.dtype[Any] | None = None,
     ) -> None:
-        """See `Transport.allreduce_packed`."""
-        self._pick("allreduce", receive).allreduce_packed(sends, receive, deadline)
+        """See `Transport.allreduce`."""
+        self._pick("allreduce", receive).allreduce(sends, receive, deadline, wire)
 
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None

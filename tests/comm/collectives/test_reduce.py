@@ -301,13 +301,13 @@ def test_a_sum_over_an_axis_that_does_not_fit_is_an_error(strategy, dtype):
 @pytest.mark.parametrize("count", [3, 300_000])
 def test_direct_mpi_can_be_asked_for(strategy, monkeypatch, implementation, count):
     called = []
-    allreduce = MpiTransport.allreduce_sum
+    allreduce = MpiTransport.allreduce
 
     def note(self, *args):
         called.append(1)
         allreduce(self, *args)
 
-    monkeypatch.setattr(MpiTransport, "allreduce_sum", note)
+    monkeypatch.setattr(MpiTransport, "allreduce", note)
     values = parts(strategy, (count,), "f4")
     options = CommunicationOptions(implementation=implementation)
     mine = values[strategy.extended.replica_id]

@@ -78,8 +78,8 @@ end()
 )
 
 
-AGREEING = "require_same compare exchange"
-MOVING = "allreduce_packed allreduce_sum"
+AGREEING = "require_same agree exchange"
+MOVING = "allreduce"
 IN_BLOCKS = "_exchange share _wait"
 
 

@@ -208,7 +208,7 @@ def test_a_death_does_not_take_nccl_from_a_call(consensus, cupy):
         assert asks.wait(60)
 
     communicator.in_call = in_call
-    transport.allreduce_sum(numbers(), numbers(), None)
+    transport.allreduce([numbers()], numbers(), None)
     aborting.join()
     assert communicator.calls == ["allReduce", "abort"]
 
@@ -218,7 +218,7 @@ def test_after_a_death_nccl_is_not_called(consensus, cupy, monkeypatch):
     monkeypatch.setattr(consensus.failures, "ranks", (1,))
     transport._abort()
     with pytest.raises(mpidist.RankLostError, match="rank 1 "):
-        transport.allreduce_sum(numbers(), numbers(), None)
+        transport.allreduce([numbers()], numbers(), None)
     assert transport._comm.calls == ["abort"]
 
 
@@ -236,7 +236,7 @@ def test_an_error_of_nccl_may_be_a_death(consensus, cupy, monkeypatch, dies):
     monkeypatch.setattr(losses, "wait_for_names", wait_for_names)
     expected = mpidist.RankLostError if dies else NcclError
     with pytest.raises(expected, match="rank 1 " if dies else "NCCL says 6"):
-        transport.allreduce_sum(numbers(), numbers(), deadline=1e18)
+        transport.allreduce([numbers()], numbers(), deadline=1e18)
     losses.ranks = ()
 
 

@@ -248,12 +248,12 @@ def test_sums(comm, transport, deadline, dtype):
         before = numbers(comm.rank, count, dtype)
         send = put(transport, before.copy())
         receive = put(transport, np.full(count, 99, dtype))
-        transport.allreduce_sum(send, receive, deadline)
+        transport.allreduce([send], receive, deadline)
         parts = [numbers(rank, count, dtype) for rank in range(comm.size)]
         assert np.array_equal(got(receive), np.sum(parts, axis=0, dtype=dtype))
         assert np.array_equal(got(send), before)
         if count == SIZES[-1] and not transport.device:
-            transport.allreduce_sum(send, send, deadline)  # in place
+            transport.allreduce([send], send, deadline)  # in place
             assert np.array_equal(send, receive)
 
 
@@ -268,14 +268,14 @@ def test_sums_of_several_arrays(comm, transport, deadline, dtype):
     receive = put(transport, np.empty(everyone[0].size, dtype))
     for _ in range(3):
         sends = [put(transport, part) for part in parts(comm.rank)]
-        transport.allreduce_packed(sends, receive, deadline)
+        transport.allreduce(sends, receive, deadline)
         assert np.array_equal(got(receive), np.sum(everyone, axis=0, dtype=dtype))
 
 
 def test_sums_of_arrays_of_several_dimensions(comm, transport):
     for shape in ((3, 0, 2), (3, 5, 2)):
         send, receive = (put(transport, np.full(shape, 1.0)) for _ in range(2))
-        transport.allreduce_sum(send, receive, None)
+        transport.allreduce([send], receive, None)
         assert (got(receive) == comm.size).all()
 
 
@@ -284,7 +284,7 @@ def test_every_rank_gets_the_same_bits(comm, transport):
     for dtype in ("f4", "c16"):
         send = put(transport, (random.standard_normal(5001) * 1e3).astype(dtype))
         receive = put(transport, np.empty(5001, dtype))
-        transport.allreduce_sum(send, receive, None)
+        transport.allreduce([send], receive, None)
         everyone = comm.allgather(got(receive).tobytes())
         assert set(everyone) == {everyone[0]}
 
@@ -302,7 +302,7 @@ def test_ordered_sums_have_the_same_bits(comm, transport):
         for cut in (0, 1, count // 3):
             mine = put(transport, parts[comm.rank])
             receive = put(transport, np.empty(count, "f4"))
-            transport.allreduce_packed([mine[:cut], mine[cut:]], receive, None)
+            transport.allreduce([mine[:cut], mine[cut:]], receive, None)
             assert got(receive).tobytes() == expected.tobytes()
 
 
@@ -317,7 +317,7 @@ def test_narrow_numbers_are_added_up_in_wide_ones(comm, transport, dtype):
             for rank in range(comm.size)
         ]
         receive = put(transport, np.empty(count, "f4"))
-        transport.allreduce_sum(put(transport, parts[comm.rank]), receive, None)
+        transport.allreduce([put(transport, parts[comm.rank])], receive, None)
         total = sum(part.astype("f4") for part in parts)
         assert np.array_equal(got(receive).astype(dtype), total.astype(dtype))
 
@@ -335,7 +335,7 @@ def test_subnormal_numbers_are_not_taken_for_zero(comm, transport, dtype):
         bits = 10 if dtype == np.float16 else 7
         mine = np.arange(1, 1 << bits, dtype="u2").view(dtype)
     receive = put(transport, np.full(mine.size, 99, "f4"))
-    transport.allreduce_sum(put(transport, mine), receive, None)
+    transport.allreduce([put(transport, mine)], receive, None)
     total = functools.reduce(np.add, [mine.astype("f4")] * comm.size)
     assert total.all()
     assert got(receive).astype(dtype).tobytes() == total.astype(dtype).tobytes()
@@ -396,7 +396,7 @@ def test_calls_of_all_kinds_follow_each_other(comm, transport):
         if kind == 0:
             receive = put(transport, np.empty(count, "i8"))
             mine = put(transport, numbers(comm.rank, count, "i8"))
-            transport.allreduce_sum(mine, receive, None)
+            transport.allreduce([mine], receive, None)
             parts = [numbers(rank, count, "i8") for rank in range(comm.size)]
             assert np.array_equal(got(receive), np.sum(parts, axis=0))
         elif kind == 1:
@@ -412,7 +412,7 @@ def test_calls_of_all_kinds_follow_each_other(comm, transport):
             assert np.array_equal(got(buffer), expected)
 
 
-@pytest.mark.parametrize("method", ["allreduce_sum", "allgatherv", "broadcast"])
+@pytest.mark.parametrize("method", ["allreduce", "allgatherv", "broadcast"])
 @pytest.mark.parametrize(
     "kind", ["mpi", "ordered", "ring", "shared 4096", "2 ranks per node"]
 )
@@ -426,7 +426,7 @@ def test_a_rank_that_does_not_come_is_told_at_the_deadline(comm, method, kind):
         send, end = np.ones(5000), time.monotonic() + 0.2
         receive, counts = np.empty(5000 * comm.size), [5000] * comm.size
         calls = {
-            "allreduce_sum": lambda: transport.allreduce_sum(send, send.copy(), end),
+            "allreduce": lambda: transport.allreduce([send], send.copy(), end),
             "allgatherv": lambda: transport.allgatherv(send, receive, counts, end),
             "broadcast": lambda: transport.broadcast(send, comm.size - 1, end),
         }
@@ -455,7 +455,7 @@ def test_memory_of_all_blocks_that_are_given_up_is_kept(comm, monkeypatch):
     if comm.rank == 0:
         send, end = np.ones(5000), time.monotonic() + 0.01
         with pytest.raises(mpidist.DeadlineError):
-            transport.allreduce_sum(send, send.copy(), end)
+            transport.allreduce([send], send.copy(), end)
     consensus.close()
     comm.Barrier()
     del transport, consensus
@@ -473,6 +473,6 @@ def test_blocks_of_every_size_are_added(comm, parts):
     expected = functools.reduce(np.add, everyone)
     consensus = Consensus(comm.Dup())
     total = np.empty(count)
-    OrderedTransport(consensus).allreduce_sum(everyone[comm.rank], total, None)
+    OrderedTransport(consensus).allreduce([everyone[comm.rank]], total, None)
     consensus.close()
     np.testing.assert_array_equal(total, expected)
