@@ -146,7 +146,7 @@ ranks = strategy.num_replicas_in_sync
 for step in range(100_000):
     values = [np.full(100_000, float(step + r)) for r in range(ranks)]
     try:
-        total = strategy.extended.collectives.reductions.all_reduce(
+        total = strategy.extended.collectives.all_reduce(
             "reduce", "SUM", values[rank], options
         )
     except TimeExpired:
@@ -170,7 +170,7 @@ if rank == 1:
     fault()
     value = np.frombuffer(b"x" + value.tobytes(), np.uint8)[1:].view(np.float64)
 options = mpidist.CommunicationOptions(implementation="MPI")
-reductions = strategy.extended.collectives.reductions
+reductions = strategy.extended.collectives
 total = reductions.all_reduce("reduce", "SUM", value, options)
 assert (total == strategy.num_replicas_in_sync).all()
 """
@@ -179,7 +179,7 @@ options = mpidist.CommunicationOptions(timeout_seconds=0.2)
 both = mpidist.MirroredStrategy(["CPU:0"])
 if rank == 0:
     try:
-        strategy.extended.collectives.reductions.all_reduce(
+        strategy.extended.collectives.all_reduce(
             "reduce", "SUM", np.ones(100_000), options
         )
     except mpidist.DeadlineError:

@@ -225,7 +225,7 @@ class CrossDeviceOps:
         )
         # Another replica's implementation may have failed, or call something else
         call = self.collectives.consensus.call(signature, options.timeout_seconds)
-        return self.collectives.reductions.reduce_large(call, op, values, options)
+        return self.collectives.reduce_large(call, op, values, options)
 
     def prepare(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
@@ -265,7 +265,7 @@ class CrossDeviceOps:
         prepare = None if is_plain else self.prepare
         with collectives.consensus.call(operation) as call:
             values = call.reserve(_values_of, pairs)
-            results = collectives.reductions.all_reduce(
+            results = collectives.all_reduce(
                 operation, reduce_op, values, options, prepare
             )
         return [self._mirrored(result) for result in results]
@@ -291,8 +291,8 @@ class MpiAllReduce(CrossDeviceOps):
     def prepare(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
     ) -> Prepared:
-        """See `Reductions.prepare`."""
-        return self.collectives.reductions.prepare(
+        """See `reduce.prepare`."""
+        return self.collectives.prepare(
             op, values, options, self.prepare_sums, self.is_sum
         )
 
@@ -300,7 +300,7 @@ class MpiAllReduce(CrossDeviceOps):
         self, values: Sequence[Any], options: CommunicationOptions
     ) -> Callable[[], list[Any]]:
         """Reserve memory; return what sums contiguous arrays over all replicas."""
-        return self.collectives.reductions.prepare_sums(values, options)
+        return self.collectives.prepare_sums(values, options)
 
 
 def _own(array: Any) -> Any:
@@ -382,9 +382,7 @@ class HierarchicalCopyAllReduce(MpiAllReduce):
     ) -> Callable[[], list[Any]]:
         """See `MpiAllReduce.prepare_sums`."""
         options = _with_packs(options, self._num_packs, values)
-        return self.collectives.reductions.prepare_sums(
-            values, options, self._transport
-        )
+        return self.collectives.prepare_sums(values, options, self._transport)
 
 
 class NcclAllReduce(MpiAllReduce):
@@ -422,7 +420,7 @@ class NcclAllReduce(MpiAllReduce):
         """See `MpiAllReduce.prepare_sums`."""
         options = _with_packs(options, self._num_packs, values)
         nccl = self.collectives.transports.by_name["nccl"]
-        return self.collectives.reductions.prepare_sums(values, options, nccl)
+        return self.collectives.prepare_sums(values, options, nccl)
 
 
 class ReductionToOneDevice(MpiAllReduce):

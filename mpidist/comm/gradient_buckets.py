@@ -631,10 +631,10 @@ class GradientBuckets:
         call = self._calls[bucket]
         if error is not None:
             call.fail(error)
-        reductions = self._used.channel.collectives.reductions
+        collectives = self._used.channel.collectives
         options = self._options
         with nullcontext() if self._side is None else self._side.work(made):
-            return reductions.reduce_large(call, self._op, values, options)
+            return collectives.reduce_large(call, self._op, values, options)
 
     def close(self) -> None:
         """Release the communicator; a second call does nothing. Collective.

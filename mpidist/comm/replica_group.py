@@ -271,7 +271,7 @@ class ReplicaGroup:
                 pass
             except CollectiveError:
                 # After an interruption or a death the ranks cannot be compared
-                if self.consensus.broken is None and not self.consensus.failures.ranks:
+                if self.consensus.is_usable:
                     raise
         self._resources.free()
 
@@ -285,7 +285,7 @@ class ReplicaGroup:
         """Return the elementwise reduction of `value`, for any public call."""
         if self.topology.closed:
             self.topology.require_open()
-        return self.collectives.reductions.all_reduce(
+        return self.collectives.all_reduce(
             operation, reduce_op, value, options, self._prepare
         )
 
@@ -294,12 +294,12 @@ class ReplicaGroup:
     ) -> Any:
         """Return the reduction of `value` over an axis and all replicas."""
         self.topology.require_open()
-        return self.collectives.over_axis.reduce(
+        return self.collectives.reduce_over_axis(
             operation,
             reduce_op,
             value,
             axis,
-            prepare_sums=None if self._prepare is None else self._prepare_sums,
+            summation=None if self._prepare is None else self._prepare_sums,
         )
 
     def gather(

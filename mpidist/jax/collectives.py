@@ -88,7 +88,7 @@ def all_reduce(
     strategy = find_strategy(strategy, call)
     leaves, tree = jax.tree.flatten(value)
     if not is_traced(leaves):
-        reduced = strategy.extended.collectives.reductions.all_reduce(
+        reduced = strategy.extended.collectives.all_reduce(
             call, reduce_op, leaves, options
         )
         return jax.tree.unflatten(tree, map(jnp.asarray, reduced))
@@ -267,9 +267,7 @@ def _communicate(call: _Call, shapes: Sequence[Any], args: Sequence[Any]) -> lis
         given = [np.asarray(arg) for arg in args]
         if call.name == "all_reduce":
             assert call.op is not None
-            got = collectives.reductions.all_reduce(
-                operation, call.op, given, call.options
-            )
+            got = collectives.all_reduce(operation, call.op, given, call.options)
         elif call.name == "all_gather":
             rows = [array[None] for array in given]
             got = collectives.all_gather(operation, rows, 0, call.options)

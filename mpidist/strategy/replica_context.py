@@ -175,7 +175,7 @@ class ReplicaContext:
           (array([2., 2.]),)
         """
         self._require_current("reduce_scatter")
-        return self._strategy.extended.collectives.exchanges.reduce_scatter(
+        return self._strategy.extended.collectives.reduce_scatter(
             "reduce_scatter", reduce_op, value, axis, lengths, options
         )
 
@@ -215,7 +215,7 @@ class ReplicaContext:
           (array([10, 11]),)
         """
         self._require_current("all_to_all")
-        return self._strategy.extended.collectives.exchanges.all_to_all(
+        return self._strategy.extended.collectives.all_to_all(
             "all_to_all", value, axis, lengths, options
         )
 

@@ -273,7 +273,7 @@ class Strategy:
           {'rate': 0.5, 'w': array([1., 1.])}
         """
         self._require_own("broadcast")
-        return self._extended.collectives.objects.broadcast("broadcast", value, root)
+        return self._extended.collectives.broadcast_object("broadcast", value, root)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return the value of replica `root`; an alias of `broadcast`. Collective.
@@ -281,8 +281,8 @@ class Strategy:
         Data are sent as JSON and arrays, never as pickled classes.
         """
         self._require_own("broadcast_object")
-        objects = self._extended.collectives.objects
-        return objects.broadcast("broadcast_object", value, root)
+        collectives = self._extended.collectives
+        return collectives.broadcast_object("broadcast_object", value, root)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the list of all replicas' values, in replica order, on every replica.
@@ -302,7 +302,7 @@ class Strategy:
           [{'rank': 0}, {'rank': 1}]
         """
         self._require_own("gather_objects")
-        return self._extended.collectives.objects.gather("gather_objects", value)
+        return self._extended.collectives.gather_objects("gather_objects", value)
 
     def barrier(self, timeout_seconds: float | None = None) -> None:
         """Wait until all replicas have called it, in any context of this strategy.

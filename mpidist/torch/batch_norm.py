@@ -193,7 +193,7 @@ class _Normalise(torch.autograd.Function):
         ):
             array = devices.as_array(wider)
             everyone = devices.as_tensor(
-                group.collectives.reductions.all_reduce(call, "SUM", array)
+                group.collectives.all_reduce(call, "SUM", array)
             )
         found = None
         if context.needs_input_grad[0]:

@@ -222,7 +222,7 @@ class Operations:
             return
         named = f"{name} of {op.name}{''.join(f', {k} {v}' for k, v in fields)}"
         options = _options_of(timeout_seconds=self._seconds)
-        found = self._collectives.reductions.all_reduce(named, known, array, options)
+        found = self._collectives.all_reduce(named, known, array, options)
         total.array[...] = op.finish(found, self._size)
 
     def broadcast(self, tensors: Sequence[Any], opts: Any = None) -> Any:
@@ -325,7 +325,7 @@ class Operations:
             known, array = self._guard(name, op.prepare, whole)
             equal = None if len(set(lengths)) == 1 else lengths
             options = _options_of(timeout_seconds=self._seconds)
-            found = self._collectives.exchanges.reduce_scatter(
+            found = self._collectives.reduce_scatter(
                 f"{name} of {op.name}", known, array, 0, equal, options
             )
             own.array[...] = op.finish(found, self._size)

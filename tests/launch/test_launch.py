@@ -76,7 +76,7 @@ import mpidist
 
 strategy = mpidist.MirroredStrategy()
 try:
-    strategy.extended.collectives.reductions.all_reduce(
+    strategy.extended.collectives.all_reduce(
         "reduce", "SUM", 1.0, mpidist.CommunicationOptions(timeout_seconds=0.2)
     ) if strategy.extended.replica_id == 0 else time.sleep(1000)
 except mpidist.DeadlineError as error:

@@ -19,7 +19,6 @@ from mpidist.values import (
 )
 
 __all__ = [
-    "Take",
     "axis_field",
     "check_each",
     "deadline_of",
@@ -37,8 +36,6 @@ __all__ = [
 
 
 T = TypeVar("T")
-# Returns the leaves of a value, its structure, and the leaves as arrays
-Take = Callable[[Any, CommunicationOptions], tuple[list[Any], nest.Spec, list[Any]]]
 
 
 def to_arrays(value: Any) -> tuple[list[Any], nest.Spec, list[Any]]:

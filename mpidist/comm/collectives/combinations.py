@@ -11,14 +11,12 @@ from typing import Any, NamedTuple
 
 from mpidist.comm import arithmetic, packing
 from mpidist.comm.collectives.arguments import deadline_of, implementation_of
-from mpidist.comm.collectives.outputs import Results
-from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.collectives.state import State
 from mpidist.comm.transports.base import Transport
-from mpidist.comm.transports.selector import TransportSelector
 from mpidist.device import arrays
 from mpidist.options import CommunicationOptions, ReduceOp
 
-__all__ = ["Combinations"]
+__all__ = ["combine", "reserve_combination"]
 
 # Of all ranks, gathered at a time
 _BLOCK_BYTES = 32 << 20
@@ -42,119 +40,109 @@ class _Pack(NamedTuple):
     results: Sequence[Any]
 
 
-class Combinations:
-    """MIN, MAX and PRODUCT reductions of one strategy.
+def reserve_combination(
+    state: State, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+) -> list[_Pack]:
+    """Allocate memory. Not collective.
 
     Args:
-      consensus: of all ranks.
-      transports: the transports.
-      results: allocates the results.
+      state: of the strategy.
+      op: the operation.
+      values: arrays, equal in number, shapes and dtypes on all ranks.
+      options: see `CommunicationOptions`.
     """
+    # `to_add` widens float16 and bfloat16, in which MIN and MAX are exact, and
+    # PRODUCT not.
+    _, wide = arithmetic.to_add(op, values)
+    sizes, kinds = [a.nbytes for a in wide], list(map(packing.kind_of, wide))
+    packs = []
+    for members in packing.groups(kinds, sizes, options.bytes_per_pack):
+        send = packing.pack([wide[j] for j in members]).reshape(-1)
+        # Room for one block of every rank, however long the arrays are.
+        step = min(send.size, _step(state, send)) * state.consensus.size
+        received = state.results.empty(step, send)
+        total = state.results.empty(send.size, send)
+        narrow = [
+            None if a.dtype == send.dtype else state.results.empty(a.size, a)
+            for a in (values[j] for j in members)
+        ]
+        packs.append(_Pack(members, send, received, total, narrow))
+    return packs
 
-    def __init__(
-        self, consensus: Consensus, transports: TransportSelector, results: Results
-    ):
-        self._consensus = consensus
-        self._transports = transports
-        self._results = results
 
-    def reserve(
-        self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
-    ) -> list[_Pack]:
-        """Allocate memory. Not collective.
+def _step(state: State, send: Any) -> int:
+    """Return how many numbers of each rank are gathered at a time."""
+    # Of all ranks together, so that more ranks do not take more memory.
+    row_bytes: int = send.dtype.itemsize * state.consensus.size
+    return max(1, _BLOCK_BYTES // row_bytes)
 
-        Args:
-          op: the operation.
-          values: arrays, equal in number, shapes and dtypes on all ranks.
-          options: see `CommunicationOptions`.
-        """
-        # `to_add` widens float16 and bfloat16, in which MIN and MAX are exact, and
-        # PRODUCT not.
-        _, wide = arithmetic.to_add(op, values)
-        sizes, kinds = [a.nbytes for a in wide], list(map(packing.kind_of, wide))
-        packs = []
-        for members in packing.groups(kinds, sizes, options.bytes_per_pack):
-            send = packing.pack([wide[j] for j in members]).reshape(-1)
-            # Room for one block of every rank, however long the arrays are.
-            step = min(send.size, self._step(send)) * self._consensus.size
-            received = self._results.empty(step, send)
-            total = self._results.empty(send.size, send)
-            narrow = [
-                None if a.dtype == send.dtype else self._results.empty(a.size, a)
-                for a in (values[j] for j in members)
-            ]
-            packs.append(_Pack(members, send, received, total, narrow))
-        return packs
 
-    def _step(self, send: Any) -> int:
-        """Return how many numbers of each rank are gathered at a time."""
-        # Of all ranks together, so that more ranks do not take more memory.
-        row_bytes: int = send.dtype.itemsize * self._consensus.size
-        return max(1, _BLOCK_BYTES // row_bytes)
+def combine(
+    state: State,
+    op: ReduceOp,
+    packs: Sequence[_Pack],
+    values: Sequence[Any],
+    options: CommunicationOptions,
+) -> list[Any]:
+    """Return reductions of the arrays that `reserve` was called for. Collective.
 
-    def combine(
-        self,
-        op: ReduceOp,
-        packs: Sequence[_Pack],
-        values: Sequence[Any],
-        options: CommunicationOptions,
-    ) -> list[Any]:
-        """Return reductions of the arrays that `reserve` was called for. Collective.
+    Raises, on all ranks: ArgumentError for a product of integers that does not fit
+      their dtype.
+    """
+    deadline = deadline_of(options)
+    results: list[Any] = [None] * len(values)
+    for pack in packs:
+        _combine_pack(state, op, pack, options, deadline)
+        shapes = [values[j].shape for j in pack.members]
+        parts = packing.unpack(pack.total, shapes)
+        for j, part, narrow in zip(pack.members, parts, pack.results, strict=True):
+            results[j] = part
+            # Back from the wider dtype; for MIN and MAX that is exact.
+            if narrow is not None:
+                results[j] = narrow.reshape(part.shape)
+                results[j][...] = part
+    return results
 
-        Raises, on all ranks: ArgumentError for a product of integers that does not fit
-          their dtype.
-        """
-        deadline = deadline_of(options)
-        results: list[Any] = [None] * len(values)
-        for pack in packs:
-            self._combine_pack(op, pack, options, deadline)
-            shapes = [values[j].shape for j in pack.members]
-            parts = packing.unpack(pack.total, shapes)
-            for j, part, narrow in zip(pack.members, parts, pack.results, strict=True):
-                results[j] = part
-                # Back from the wider dtype; for MIN and MAX that is exact.
-                if narrow is not None:
-                    results[j] = narrow.reshape(part.shape)
-                    results[j][...] = part
-        return results
 
-    def _combine_pack(
-        self,
-        op: ReduceOp,
-        pack: _Pack,
-        options: CommunicationOptions,
-        deadline: float | None,
-    ) -> None:
-        send, ranks, step = pack.send, self._consensus.size, self._step(pack.send)
-        way: Transport | None = None
-        if ranks > 1:
-            is_device = arrays.is_device_array(send)
-            way = self._transports.pick(implementation_of(options), False, is_device)
-        for start in range(0, send.size, step):
-            mine = send[start : start + step]
-            parts = [mine]
-            if way is not None:
-                received = pack.received[: mine.size * ranks]
-                way.allgatherv(mine, received, [mine.size] * ranks, deadline)
-                parts = list(received.reshape(ranks, -1))
-            total = pack.total[start : start + step]
-            if len(parts) == 1:
-                total[...] = mine
-            arithmetic.combine_in_order(op, parts, out=total)
-            if op is ReduceOp.PRODUCT and total.dtype.kind in "iu":
-                self._check_product(total, parts, start)
+def _combine_pack(
+    state: State,
+    op: ReduceOp,
+    pack: _Pack,
+    options: CommunicationOptions,
+    deadline: float | None,
+) -> None:
+    send, ranks, step = pack.send, state.consensus.size, _step(state, pack.send)
+    way: Transport | None = None
+    if ranks > 1:
+        is_device = arrays.is_device_array(send)
+        way = state.transports.pick(implementation_of(options), False, is_device)
+    for start in range(0, send.size, step):
+        mine = send[start : start + step]
+        parts = [mine]
+        if way is not None:
+            received = pack.received[: mine.size * ranks]
+            way.allgatherv(mine, received, [mine.size] * ranks, deadline)
+            parts = list(received.reshape(ranks, -1))
+        total = pack.total[start : start + step]
+        if len(parts) == 1:
+            total[...] = mine
+        arithmetic.combine_in_order(op, parts, out=total)
+        if op is ReduceOp.PRODUCT and total.dtype.kind in "iu":
+            _check_product(state, total, parts, start)
 
-    def _check_product(self, total: Any, parts: Sequence[Any], start: int) -> None:
-        """Raise, on all ranks, if integers have overflowed.
 
-        Args:
-          total: the product.
-          parts: of all ranks.
-          start: the number of its first element in the pack.
-        """
-        # All ranks have the same parts, so all raise, or none does.
-        with self._consensus.same_on_all():
-            for block, *others in arithmetic.in_blocks([total, *parts]):
-                name = f"value (numbers {start} to {start + block.size - 1})"
-                arithmetic.check_product((block, others), name)
-                start += block.size
+def _check_product(state: State, total: Any, parts: Sequence[Any], start: int) -> None:
+    """Raise, on all ranks, if integers have overflowed.
+
+    Args:
+      state: of the strategy.
+      total: the product.
+      parts: of all ranks.
+      start: the number of its first element in the pack.
+    """
+    # All ranks have the same parts, so all raise, or none does.
+    with state.consensus.same_on_all():
+        for block, *others in arithmetic.in_blocks([total, *parts]):
+            name = f"value (numbers {start} to {start + block.size - 1})"
+            arithmetic.check_product((block, others), name)
+            start += block.size

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidist.comm.collectives.arguments import deadline_of
+from mpidist.comm.collectives.state import State
 from mpidist.comm.consensus.comparison import Pages, PayloadComparison
-from mpidist.comm.consensus.consensus import Call, Consensus
-from mpidist.comm.transports.selector import TransportSelector
+from mpidist.comm.consensus.consensus import Call
 from mpidist.options import CommunicationImplementation, CommunicationOptions
 
-__all__ = ["CountExchange", "CountPlan", "Reader"]
+__all__ = ["CountPlan", "Reader", "exchange_counts", "plan_counts"]
 
 _ALIGNMENT_BYTES = 16
 
@@ -54,100 +54,92 @@ class Reader:
         return array
 
 
-class CountExchange:
-    """The exchanges of counts of one strategy.
+def plan_counts(
+    state: State,
+    call: Call,
+    counts: int,
+    options: CommunicationOptions,
+    carries: bool,
+) -> CountPlan:
+    """Return a plan. Not collective.
 
     Args:
-      consensus: of all ranks.
-      transports: the transports.
+      state: of the strategy.
+      call: what the ranks agree on.
+      counts: the number of counts of each rank.
+      options: see `CommunicationOptions`.
+      carries: whether arrays may be sent along: they are on the host.
     """
+    pages, most_bytes, comparison = None, -1, state.consensus.comparison
+    if state.consensus.size > 1 and isinstance(comparison, PayloadComparison):
+        kinds: list[tuple[Any, tuple[int]]]
+        # One more number than counts: the bytes of this rank's arrays.
+        kinds = [(np.dtype(np.int64), (counts + 1,))]
+        rest = comparison.payload_bytes - _aligned(8 * (counts + 1))
+        if carries and rest > 0:
+            most_bytes = rest
+            kinds.append((np.dtype(np.uint8), (rest,)))
+        # Too many counts for a page: they go by MPI, see `_gather`.
+        if rest >= 0:
+            pages = comparison.pages(kinds)
+    return CountPlan(call, pages, most_bytes, options)
 
-    def __init__(self, consensus: Consensus, transports: TransportSelector):
-        self._consensus = consensus
-        self._transports = transports
 
-    def plan(
-        self,
-        call: Call,
-        counts: int,
-        options: CommunicationOptions,
-        carries: bool,
-    ) -> CountPlan:
-        """Return a plan. Not collective.
+def exchange_counts(
+    state: State, plan: CountPlan, counts: Sequence[int], given: Sequence[Any] = ()
+) -> tuple[list[list[int]], list[Reader] | None]:
+    """Return the counts of every rank, and its arrays if all are small. Collective.
 
-        Args:
-          call: what the ranks agree on.
-          counts: the number of counts of each rank.
-          options: see `CommunicationOptions`.
-          carries: whether arrays may be sent along: they are on the host.
-        """
-        pages, most_bytes, comparison = None, -1, self._consensus.comparison
-        if self._consensus.size > 1 and isinstance(comparison, PayloadComparison):
-            kinds: list[tuple[Any, tuple[int]]]
-            # One more number than counts: the bytes of this rank's arrays.
-            kinds = [(np.dtype(np.int64), (counts + 1,))]
-            rest = comparison.payload_bytes - _aligned(8 * (counts + 1))
-            if carries and rest > 0:
-                most_bytes = rest
-                kinds.append((np.dtype(np.uint8), (rest,)))
-            # Too many counts for a page: they go by MPI, see `_gather`.
-            if rest >= 0:
-                pages = comparison.pages(kinds)
-        return CountPlan(call, pages, most_bytes, options)
+    The call of `plan` is open, as what is returned is valid until the next one.
+    Returns None instead of `Reader`s if arrays were not sent along.
 
-    def exchange(
-        self, plan: CountPlan, counts: Sequence[int], given: Sequence[Any] = ()
-    ) -> tuple[list[list[int]], list[Reader] | None]:
-        """Return the counts of every rank, and its arrays if all are small. Collective.
+    Args:
+      state: of the strategy.
+      plan: of the call.
+      counts: of this rank.
+      given: its arrays, of any layout.
 
-        The call of `plan` is open, as what is returned is valid until the next one.
-        Returns None instead of `Reader`s if arrays were not sent along.
+    Raises, on all ranks: see `Consensus.require_same`.
+    """
+    if plan.pages is None:
+        plan.call.agree()
+        return _gather(state, counts, plan.options), None
+    # Known before the exchange, but other ranks' sizes are not: they are in the
+    # page.
+    size = sum([_aligned(array.nbytes) for array in given])
 
-        Args:
-          plan: of the call.
-          counts: of this rank.
-          given: its arrays, of any layout.
+    def fill(pages: Sequence[Any]) -> bool:
+        pages[0][:] = (*counts, size)
+        # Too large to send along: only the size is published, so that all ranks see
+        # it.
+        if size <= plan.most_bytes:
+            written = Reader(pages[1])
+            for array in given:
+                written.next(array.shape, array.dtype)[...] = array
+        return False
 
-        Raises, on all ranks: see `Consensus.require_same`.
-        """
-        if plan.pages is None:
-            plan.call.agree()
-            return self._gather(counts, plan.options), None
-        # Known before the exchange, but other ranks' sizes are not: they are in the
-        # page.
-        size = sum([_aligned(array.nbytes) for array in given])
+    parts = plan.call.exchange(plan.pages, fill)
+    everyone = [part.tolist() for part in parts[0]]
+    # The largest size decides for all, so that every rank takes the same branch
+    # next.
+    is_small = max([counts.pop() for counts in everyone]) <= plan.most_bytes
+    return everyone, [Reader(page) for page in parts[1]] if is_small else None
 
-        def fill(pages: Sequence[Any]) -> bool:
-            pages[0][:] = (*counts, size)
-            # Too large to send along: only the size is published, so that all ranks see
-            # it.
-            if size <= plan.most_bytes:
-                written = Reader(pages[1])
-                for array in given:
-                    written.next(array.shape, array.dtype)[...] = array
-            return False
 
-        parts = plan.call.exchange(plan.pages, fill)
-        everyone = [part.tolist() for part in parts[0]]
-        # The largest size decides for all, so that every rank takes the same branch
-        # next.
-        is_small = max([counts.pop() for counts in everyone]) <= plan.most_bytes
-        return everyone, [Reader(page) for page in parts[1]] if is_small else None
-
-    def _gather(
-        self, counts: Sequence[int], options: CommunicationOptions
-    ) -> list[list[int]]:
-        """Return the counts of all ranks, by MPI. Collective."""
-        ranks, own = self._consensus.size, np.array(counts, np.int64)
-        if ranks == 1:
-            return [own.tolist()]
-        everyone = np.empty((ranks, own.size), np.int64)
-        way = self._transports.pick(CommunicationImplementation.MPI, False, False)
-        # MPI's own call, not the tuning table, which could choose differently for small
-        # sizes.
-        way.allgatherv(own, everyone, [own.size] * ranks, deadline_of(options))
-        found: list[list[int]] = everyone.tolist()
-        return found
+def _gather(
+    state: State, counts: Sequence[int], options: CommunicationOptions
+) -> list[list[int]]:
+    """Return the counts of all ranks, by MPI. Collective."""
+    ranks, own = state.consensus.size, np.array(counts, np.int64)
+    if ranks == 1:
+        return [own.tolist()]
+    everyone = np.empty((ranks, own.size), np.int64)
+    way = state.transports.pick(CommunicationImplementation.MPI, False, False)
+    # MPI's own call, not the tuning table, which could choose differently for small
+    # sizes.
+    way.allgatherv(own, everyone, [own.size] * ranks, deadline_of(options))
+    found: list[list[int]] = everyone.tolist()
+    return found
 
 
 def _aligned(size_bytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -11,7 +12,6 @@ import numpy as np
 
 from mpidist.comm import arithmetic, packing
 from mpidist.comm.collectives.arguments import (
-    Take,
     axis_field,
     check_each,
     deadline_of,
@@ -21,25 +21,34 @@ from mpidist.comm.collectives.arguments import (
     option_fields,
     require_reducible,
 )
-from mpidist.comm.collectives.counts import CountExchange, CountPlan, Reader
+from mpidist.comm.collectives.counts import (
+    CountPlan,
+    Reader,
+    exchange_counts,
+    plan_counts,
+)
 from mpidist.comm.collectives.plans import (
     OP_TYPES,
-    PlanCache,
     Structure,
     detail_of,
     kind_along,
     kind_of,
 )
-from mpidist.comm.collectives.reduce import ReducePlan, Reductions
-from mpidist.comm.consensus.consensus import Call, Consensus
+from mpidist.comm.collectives.reduce import (
+    ReducePlan,
+    fits,
+    plan_reduction,
+    reduce_packed,
+)
+from mpidist.comm.collectives.state import State, take
+from mpidist.comm.consensus.consensus import Call
 from mpidist.comm.consensus.signatures import CallSignature
-from mpidist.comm.transports.selector import TransportSelector
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import validation
 
-__all__ = ["Exchanges"]
+__all__ = ["all_to_all", "reduce_scatter"]
 
 _DEFAULT = CommunicationOptions()
 
@@ -94,344 +103,325 @@ class ExchangePlan(NamedTuple):
     packed: ReducePlan | None = None
 
 
-class Exchanges:
-    """The exchanges of one strategy.
+def all_to_all(
+    state: State,
+    operation: str,
+    value: Any,
+    axis: int,
+    lengths: Sequence[int] | None,
+    options: CommunicationOptions | None,
+) -> Any:
+    """See `ReplicaContext.all_to_all`. Collective."""
+    kind, wanted = kind_along(axis), _DEFAULT if options is None else options
+
+    def make() -> tuple[ExchangePlan, list[Any], list[Any]]:
+        # Runs once per kind of call; later calls find the plan by their key.
+        leaves, spec, given = take(state, value, wanted)
+        axes = gather_axes(axis, given, spec)
+        # The axis may differ in sign between ranks, but not in meaning: agree on
+        # the positive one. Lengths along it may differ, so they are left out of the
+        # shapes.
+        agreed = axis_field(axes), *option_fields(wanted)
+        signature = CallSignature(operation, agreed, spec, describe_but(given, axes))
+        call = state.consensus.call(signature, wanted.timeout_seconds)
+        # Small arrays travel with the exchange of the counts, except GPU arrays,
+        # which would have to be copied to the host first.
+        carries = not any(map(arrays.is_device_array, given))
+        count = state.consensus.size * len(given)
+        counts = plan_counts(state, call, count, wanted, carries)
+        structure = Structure.of(spec, leaves)
+        plan = ExchangePlan(call, wanted, structure, axes, counts=counts)
+        return plan, leaves, given
+
+    return state.plans.run(
+        operation,
+        None if kind is None else detail_of(axis, options),
+        value,
+        kind or kind_of,
+        make,
+        lambda plan, given: _send(state, plan, given, lengths),
+    )
+
+
+def _send(state: State, plan: ExchangePlan, given: Sequence[Any], lengths: Any) -> Any:
+    """Return this rank's parts of all ranks' arrays. Collective."""
+    ranks, counts = state.consensus.size, plan.counts
+    assert counts is not None
+
+    def prepare() -> list[_Piece]:
+        pairs = zip(given, plan.axes)
+        divided = [_divide(state, a.shape[i], lengths) for a, i in pairs]
+        rows = map(_rows_first, given, plan.axes)
+        return list(map(_Piece, rows, divided))
+
+    with plan.call as call:
+        pieces = call.reserve(prepare)
+        own = list(itertools.chain.from_iterable(p.lengths for p in pieces))
+        everyone, readers = exchange_counts(
+            state, counts, own, [piece.rows for piece in pieces]
+        )
+        if readers is not None:
+            received = _read_rows(state, pieces, everyone, readers)
+            return list(map(_axis_back, received, plan.axes))
+        # The arrays were too large to travel with the counts. By leaf, of each rank
+        # how many rows it sends to each rank
+        table = np.array(everyone, np.int64).reshape(ranks, len(pieces), ranks)
+        by_leaf = list(table.swapaxes(0, 1))
+
+        def reserve() -> list[_Place]:
+            return list(
+                map(functools.partial(_reserve, state), pieces, by_leaf, plan.axes)
+            )
+
+        # Allocating much may fail on one rank, so the ranks agree after it. The
+        # sizes are equal on all ranks, so all take the same branch.
+        sizes = map(_largest, pieces, by_leaf)
+        if ranks > 1 and sum(sizes) >= packing.LARGE_BYTES:
+            memory = call.step("exchanging")
+            places = memory.reserve(reserve)
+            memory.agree()
+        else:
+            places = reserve()
+        _receive(state, pieces, by_leaf, places, deadline_of(plan.options))
+        return [
+            _put(place.rows, place.result, i)
+            for place, i in zip(places, plan.axes, strict=True)
+        ]
+
+
+def _read_rows(
+    state: State,
+    pieces: Sequence[_Piece],
+    everyone: Sequence[Sequence[int]],
+    readers: Sequence[Reader],
+) -> list[Any]:
+    """Return this rank's rows of arrays that travelled with the counts."""
+    rank, ranks = state.consensus.rank, state.consensus.size
+    received = []
+    for j, (rows, _) in enumerate(pieces):
+        parts = []
+        for reader, row_counts in zip(readers, everyone):
+            to = row_counts[j * ranks : (j + 1) * ranks]
+            sent = reader.next((sum(to), *rows.shape[1:]), rows.dtype)
+            # Rows for ranks before this one come first in what rank r sent.
+            begin = sum(to[:rank])
+            parts.append(sent[begin : begin + to[rank]])
+        received.append(np.concatenate(parts))
+    return received
+
+
+def reduce_scatter(
+    state: State,
+    operation: str,
+    reduce_op: ReduceOp | str,
+    value: Any,
+    axis: int,
+    lengths: Sequence[int] | None,
+    options: CommunicationOptions | None,
+) -> Any:
+    """See `ReplicaContext.reduce_scatter`. Collective."""
+    wanted, detail = _DEFAULT if options is None else options, None
+    # A plan may be kept only if its key is hashable and `lengths` is the default.
+    is_known = type(axis) is int and isinstance(reduce_op, OP_TYPES)
+    if is_known and lengths is None:
+        detail = detail_of((reduce_op, axis), options)
+
+    def make() -> tuple[ExchangePlan, list[Any], list[Any]]:
+        op = ReduceOp.parse(reduce_op)
+        leaves, spec, given = take(state, value, wanted)
+        require_reducible(op, given, spec)
+        axes = gather_axes(axis, given, spec)
+        # Here lengths must agree, unlike in all_to_all: rank r's part is the same
+        # rows of all arrays.
+        divided = [_divide(state, a.shape[i], lengths) for a, i in zip(given, axes)]
+        fields = (
+            ("reduce_op", op.name),
+            axis_field(axes),
+            ("lengths", tuple(map(tuple, divided))),
+            *option_fields(wanted),
+        )
+        signature = CallSignature(operation, fields, spec, describe(given))
+        call = state.consensus.call(signature, wanted.timeout_seconds)
+        structure = Structure.of(spec, leaves)
+        out, _ = arithmetic.dtypes_to_add(op, [a.dtype for a in given])
+        packed = None
+        if fits(state, op, given, wanted):
+            packed = plan_reduction(state, call, op, wanted, structure, given)
+        plan = ExchangePlan(
+            call,
+            wanted,
+            structure,
+            axes,
+            divided,
+            op=op,
+            out=out,
+            packed=packed,
+        )
+        return plan, leaves, given
+
+    return state.plans.run(
+        operation,
+        detail,
+        value,
+        kind_of,
+        make,
+        functools.partial(_reduce, state),
+    )
+
+
+def _reduce(state: State, plan: ExchangePlan, given: Sequence[Any]) -> list[Any]:
+    """Return this rank's parts of the reductions. Collective."""
+    consensus, op = state.consensus, plan.op
+    if plan.packed is not None:
+        totals, parts = reduce_packed(state, plan.packed, given), []
+        # All ranks have the whole total already; each keeps its slice, as a copy,
+        # so that it does not keep the total alive.
+        for total, i, lengths in zip(totals, plan.axes, plan.divided):
+            begin = sum(lengths[: consensus.rank])
+            own = slice(begin, begin + lengths[consensus.rank])
+            parts.append(total[(slice(None),) * i + (own,)].copy())
+        return parts
+    assert op is not None
+
+    is_risky = arithmetic.may_not_fit(op, plan.out)
+    everyone = [np.array([part] * consensus.size) for part in plan.divided]
+
+    def prepare() -> tuple[list[_Piece], list[_Place]]:
+        rows = list(map(_rows_first, given, plan.axes))
+        _, wide = arithmetic.to_add(op, rows)
+        pieces = list(map(_Piece, wide, plan.divided))
+        places = map(
+            functools.partial(_reserve, state), pieces, everyone, plan.axes, plan.out
+        )
+        return pieces, list(places)
+
+    def combine(place: _Place, name: str) -> Any:
+        # What was received is one part of each rank, all of the same shape, as
+        # every rank sends this rank the same rows.
+        rows = place.rows
+        shape = len(rows) // consensus.size, *rows.shape[1:]
+        parts = list(rows.reshape(consensus.size, *shape))
+        total = _combine(op, parts, f"{name} on rank {consensus.rank}")
+        if op is ReduceOp.MEAN:
+            # True division, so a mean of integers is a float; no rank divides
+            # before adding.
+            total /= consensus.size
+        return total
+
+    def finish() -> list[Any]:
+        totals = check_each(places, plan.structure.spec, combine)
+        return [
+            _put(total, place.result, i)
+            for total, place, i in zip(totals, places, plan.axes, strict=True)
+        ]
+
+    with plan.call as call:
+        pieces, places = call.reserve(prepare)
+        call.agree()
+        _receive(state, pieces, everyone, places, deadline_of(plan.options))
+        # Only sums and products of integers can fail after the exchange, and on one
+        # rank alone, as each has another part: the ranks must agree once more.
+        return call.finish(finish) if is_risky else finish()
+
+
+def _divide(state: State, rows: int, lengths: Any) -> list[int]:
+    """Return how many rows each rank gets: by default the same, or almost."""
+    ranks = state.consensus.size
+    if lengths is None:
+        # The contract of slices of batches: ceil(rows / ranks) for each, fewer or
+        # none for the last ranks.
+        share = -(-rows // ranks)
+        starts = [min(rank * share, rows) for rank in range(ranks + 1)]
+        return [stop - start for start, stop in itertools.pairwise(starts)]
+    if isinstance(lengths, str | bytes) or not hasattr(lengths, "__len__"):
+        raise ArgumentTypeError(
+            "lengths must be a list with the number of rows for each replica, not "
+            f"{validation.shown(lengths)}"
+        )
+    found = [validation.integer("each of lengths", n, 0) for n in lengths]
+    if len(found) != ranks or sum(found) != rows:
+        raise ArgumentError(
+            f"lengths must be {ranks} numbers, one for each replica, that add up "
+            f"to the {rows} rows along the axis, not {validation.shown(lengths)}"
+        )
+    return found
+
+
+def _reserve(
+    state: State, piece: _Piece, lengths: Any, axis: int, dtype: Any = None
+) -> _Place:
+    """Return memory for what this rank receives of an array.
 
     Args:
-      consensus: of all ranks.
-      transports: the transports.
-      plans: those of known calls.
-      reductions: of equal arrays.
-      counts: exchanges counts.
-      take: checks and flattens a value.
+      state: of the strategy.
+      piece: the array.
+      lengths: `lengths[r, s]` is the number of rows that rank r sends to rank s.
+      axis: where the rows' axis belongs in the result.
+      dtype: of the sum of what all ranks send; None to concatenate it.
     """
+    send, own = piece.rows, lengths[:, state.consensus.rank].tolist()
+    xp, shape = arrays.namespace(send), send.shape[1:]
+    rows = xp.empty((sum(own), *shape), send.dtype)
+    count = sum(own) if dtype is None else own[0]
+    # A sum is not a view of `rows`, which would keep all of them
+    if dtype is None and not axis:
+        return _Place(rows, None)
+    shape = (*shape[:axis], count, *shape[axis:])
+    return _Place(rows, xp.empty(shape, send.dtype if dtype is None else dtype))
 
-    def __init__(
-        self,
-        consensus: Consensus,
-        transports: TransportSelector,
-        plans: PlanCache,
-        reductions: Reductions,
-        counts: CountExchange,
-        take: Take,
-    ):
-        self._consensus = consensus
-        self._transports = transports
-        self._plans = plans
-        self._reductions = reductions
-        self._counts = counts
-        self._take = take
 
-    def all_to_all(
-        self,
-        operation: str,
-        value: Any,
-        axis: int,
-        lengths: Sequence[int] | None,
-        options: CommunicationOptions | None,
-    ) -> Any:
-        """See `ReplicaContext.all_to_all`. Collective."""
-        kind, wanted = kind_along(axis), _DEFAULT if options is None else options
+def _receive(
+    state: State,
+    pieces: Sequence[_Piece],
+    everyone: Sequence[Any],
+    places: Sequence[_Place],
+    deadline: float | None,
+) -> None:
+    """Receive this rank's rows from all ranks, in rank order. Collective.
 
-        def make() -> tuple[ExchangePlan, list[Any], list[Any]]:
-            # Runs once per kind of call; later calls find the plan by their key.
-            leaves, spec, given = self._take(value, wanted)
-            axes = gather_axes(axis, given, spec)
-            # The axis may differ in sign between ranks, but not in meaning: agree on
-            # the positive one. Lengths along it may differ, so they are left out of the
-            # shapes.
-            agreed = axis_field(axes), *option_fields(wanted)
-            signature = CallSignature(
-                operation, agreed, spec, describe_but(given, axes)
-            )
-            call = self._consensus.call(signature, wanted.timeout_seconds)
-            # Small arrays travel with the exchange of the counts, except GPU arrays,
-            # which would have to be copied to the host first.
-            carries = not any(map(arrays.is_device_array, given))
-            count = self._consensus.size * len(given)
-            counts = self._counts.plan(call, count, wanted, carries)
-            structure = Structure.of(spec, leaves)
-            plan = ExchangePlan(call, wanted, structure, axes, counts=counts)
-            return plan, leaves, given
+    `everyone[j]`: see `_reserve`, of leaf j.
+    """
+    rank = state.consensus.rank
+    for piece, lengths, place in zip(pieces, everyone, places, strict=True):
+        # MPI counts elements of the flattened rows.
+        width = math.prod(piece.rows.shape[1:])
+        size = _largest(piece, lengths)
+        if state.consensus.size == 1:
+            # A copy, as results of several ranks never alias the arguments either.
+            place.rows[...] = piece.rows
+        elif size:
+            counts_to = (lengths[rank] * width).tolist()
+            counts_from = (lengths[:, rank] * width).tolist()
+            _move(state, piece.rows, counts_to, place.rows, counts_from, size, deadline)
 
-        return self._plans.run(
-            operation,
-            None if kind is None else detail_of(axis, options),
-            value,
-            kind or kind_of,
-            make,
-            lambda plan, given: self._send(plan, given, lengths),
+
+def _move(
+    state: State,
+    send: Any,
+    counts_to: Sequence[int],
+    receive: Any,
+    counts_from: Sequence[int],
+    size: int,
+    deadline: float | None,
+) -> None:
+    way = state.transports.exchange(arrays.is_device_array(send))
+    if way is not None:
+        # In pieces if any rank sends or gets more than MPI counts in 32 bits:
+        # `size` is the maximum over all ranks, so that all choose the same way.
+        is_large = size > way.most_bytes
+        state.transports.count(way.name, receive.nbytes)
+        way.alltoallv(
+            send, counts_to, receive, counts_from, deadline, is_large=is_large
         )
-
-    def _send(self, plan: ExchangePlan, given: Sequence[Any], lengths: Any) -> Any:
-        """Return this rank's parts of all ranks' arrays. Collective."""
-        ranks, counts = self._consensus.size, plan.counts
-        assert counts is not None
-
-        def prepare() -> list[_Piece]:
-            pairs = zip(given, plan.axes)
-            divided = [self._divide(a.shape[i], lengths) for a, i in pairs]
-            rows = map(_rows_first, given, plan.axes)
-            return list(map(_Piece, rows, divided))
-
-        with plan.call as call:
-            pieces = call.reserve(prepare)
-            own = list(itertools.chain.from_iterable(p.lengths for p in pieces))
-            everyone, readers = self._counts.exchange(
-                counts, own, [piece.rows for piece in pieces]
-            )
-            if readers is not None:
-                received = self._read_rows(pieces, everyone, readers)
-                return list(map(_axis_back, received, plan.axes))
-            # The arrays were too large to travel with the counts. By leaf, of each rank
-            # how many rows it sends to each rank
-            table = np.array(everyone, np.int64).reshape(ranks, len(pieces), ranks)
-            by_leaf = list(table.swapaxes(0, 1))
-
-            def reserve() -> list[_Place]:
-                return list(map(self._reserve, pieces, by_leaf, plan.axes))
-
-            # Allocating much may fail on one rank, so the ranks agree after it. The
-            # sizes are equal on all ranks, so all take the same branch.
-            sizes = map(_largest, pieces, by_leaf)
-            if ranks > 1 and sum(sizes) >= packing.LARGE_BYTES:
-                memory = call.step("exchanging")
-                places = memory.reserve(reserve)
-                memory.agree()
-            else:
-                places = reserve()
-            self._receive(pieces, by_leaf, places, deadline_of(plan.options))
-            return [
-                _put(place.rows, place.result, i)
-                for place, i in zip(places, plan.axes, strict=True)
-            ]
-
-    def _read_rows(
-        self,
-        pieces: Sequence[_Piece],
-        everyone: Sequence[Sequence[int]],
-        readers: Sequence[Reader],
-    ) -> list[Any]:
-        """Return this rank's rows of arrays that travelled with the counts."""
-        rank, ranks = self._consensus.rank, self._consensus.size
-        received = []
-        for j, (rows, _) in enumerate(pieces):
-            parts = []
-            for reader, row_counts in zip(readers, everyone):
-                to = row_counts[j * ranks : (j + 1) * ranks]
-                sent = reader.next((sum(to), *rows.shape[1:]), rows.dtype)
-                # Rows for ranks before this one come first in what rank r sent.
-                begin = sum(to[:rank])
-                parts.append(sent[begin : begin + to[rank]])
-            received.append(np.concatenate(parts))
-        return received
-
-    def reduce_scatter(
-        self,
-        operation: str,
-        reduce_op: ReduceOp | str,
-        value: Any,
-        axis: int,
-        lengths: Sequence[int] | None,
-        options: CommunicationOptions | None,
-    ) -> Any:
-        """See `ReplicaContext.reduce_scatter`. Collective."""
-        wanted, detail = _DEFAULT if options is None else options, None
-        # A plan may be kept only if its key is hashable and `lengths` is the default.
-        is_known = type(axis) is int and isinstance(reduce_op, OP_TYPES)
-        if is_known and lengths is None:
-            detail = detail_of((reduce_op, axis), options)
-
-        def make() -> tuple[ExchangePlan, list[Any], list[Any]]:
-            op = ReduceOp.parse(reduce_op)
-            leaves, spec, given = self._take(value, wanted)
-            require_reducible(op, given, spec)
-            axes = gather_axes(axis, given, spec)
-            # Here lengths must agree, unlike in all_to_all: rank r's part is the same
-            # rows of all arrays.
-            divided = [self._divide(a.shape[i], lengths) for a, i in zip(given, axes)]
-            fields = (
-                ("reduce_op", op.name),
-                axis_field(axes),
-                ("lengths", tuple(map(tuple, divided))),
-                *option_fields(wanted),
-            )
-            signature = CallSignature(operation, fields, spec, describe(given))
-            call = self._consensus.call(signature, wanted.timeout_seconds)
-            structure = Structure.of(spec, leaves)
-            out, _ = arithmetic.dtypes_to_add(op, [a.dtype for a in given])
-            packed = None
-            if self._reductions.fits(op, given, wanted):
-                packed = self._reductions.plan(call, op, wanted, structure, given)
-            plan = ExchangePlan(
-                call,
-                wanted,
-                structure,
-                axes,
-                divided,
-                op=op,
-                out=out,
-                packed=packed,
-            )
-            return plan, leaves, given
-
-        return self._plans.run(
-            operation,
-            detail,
-            value,
-            kind_of,
-            make,
-            self._reduce,
-        )
-
-    def _reduce(self, plan: ExchangePlan, given: Sequence[Any]) -> list[Any]:
-        """Return this rank's parts of the reductions. Collective."""
-        consensus, op = self._consensus, plan.op
-        if plan.packed is not None:
-            totals, parts = self._reductions.reduce_packed(plan.packed, given), []
-            # All ranks have the whole total already; each keeps its slice, as a copy,
-            # so that it does not keep the total alive.
-            for total, i, lengths in zip(totals, plan.axes, plan.divided):
-                begin = sum(lengths[: consensus.rank])
-                own = slice(begin, begin + lengths[consensus.rank])
-                parts.append(total[(slice(None),) * i + (own,)].copy())
-            return parts
-        assert op is not None
-
-        is_risky = arithmetic.may_not_fit(op, plan.out)
-        everyone = [np.array([part] * consensus.size) for part in plan.divided]
-
-        def prepare() -> tuple[list[_Piece], list[_Place]]:
-            rows = list(map(_rows_first, given, plan.axes))
-            _, wide = arithmetic.to_add(op, rows)
-            pieces = list(map(_Piece, wide, plan.divided))
-            places = map(self._reserve, pieces, everyone, plan.axes, plan.out)
-            return pieces, list(places)
-
-        def combine(place: _Place, name: str) -> Any:
-            # What was received is one part of each rank, all of the same shape, as
-            # every rank sends this rank the same rows.
-            rows = place.rows
-            shape = len(rows) // consensus.size, *rows.shape[1:]
-            parts = list(rows.reshape(consensus.size, *shape))
-            total = _combine(op, parts, f"{name} on rank {consensus.rank}")
-            if op is ReduceOp.MEAN:
-                # True division, so a mean of integers is a float; no rank divides
-                # before adding.
-                total /= consensus.size
-            return total
-
-        def finish() -> list[Any]:
-            totals = check_each(places, plan.structure.spec, combine)
-            return [
-                _put(total, place.result, i)
-                for total, place, i in zip(totals, places, plan.axes, strict=True)
-            ]
-
-        with plan.call as call:
-            pieces, places = call.reserve(prepare)
-            call.agree()
-            self._receive(pieces, everyone, places, deadline_of(plan.options))
-            # Only sums and products of integers can fail after the exchange, and on one
-            # rank alone, as each has another part: the ranks must agree once more.
-            return call.finish(finish) if is_risky else finish()
-
-    def _divide(self, rows: int, lengths: Any) -> list[int]:
-        """Return how many rows each rank gets: by default the same, or almost."""
-        ranks = self._consensus.size
-        if lengths is None:
-            # The contract of slices of batches: ceil(rows / ranks) for each, fewer or
-            # none for the last ranks.
-            share = -(-rows // ranks)
-            starts = [min(rank * share, rows) for rank in range(ranks + 1)]
-            return [stop - start for start, stop in itertools.pairwise(starts)]
-        if isinstance(lengths, str | bytes) or not hasattr(lengths, "__len__"):
-            raise ArgumentTypeError(
-                "lengths must be a list with the number of rows for each replica, not "
-                f"{validation.shown(lengths)}"
-            )
-        found = [validation.integer("each of lengths", n, 0) for n in lengths]
-        if len(found) != ranks or sum(found) != rows:
-            raise ArgumentError(
-                f"lengths must be {ranks} numbers, one for each replica, that add up "
-                f"to the {rows} rows along the axis, not {validation.shown(lengths)}"
-            )
-        return found
-
-    def _reserve(
-        self, piece: _Piece, lengths: Any, axis: int, dtype: Any = None
-    ) -> _Place:
-        """Return memory for what this rank receives of an array.
-
-        Args:
-          piece: the array.
-          lengths: `lengths[r, s]` is the number of rows that rank r sends to rank s.
-          axis: where the rows' axis belongs in the result.
-          dtype: of the sum of what all ranks send; None to concatenate it.
-        """
-        send, own = piece.rows, lengths[:, self._consensus.rank].tolist()
-        xp, shape = arrays.namespace(send), send.shape[1:]
-        rows = xp.empty((sum(own), *shape), send.dtype)
-        count = sum(own) if dtype is None else own[0]
-        # A sum is not a view of `rows`, which would keep all of them
-        if dtype is None and not axis:
-            return _Place(rows, None)
-        shape = (*shape[:axis], count, *shape[axis:])
-        return _Place(rows, xp.empty(shape, send.dtype if dtype is None else dtype))
-
-    def _receive(
-        self,
-        pieces: Sequence[_Piece],
-        everyone: Sequence[Any],
-        places: Sequence[_Place],
-        deadline: float | None,
-    ) -> None:
-        """Receive this rank's rows from all ranks, in rank order. Collective.
-
-        `everyone[j]`: see `_reserve`, of leaf j.
-        """
-        rank = self._consensus.rank
-        for piece, lengths, place in zip(pieces, everyone, places, strict=True):
-            # MPI counts elements of the flattened rows.
-            width = math.prod(piece.rows.shape[1:])
-            size = _largest(piece, lengths)
-            if self._consensus.size == 1:
-                # A copy, as results of several ranks never alias the arguments either.
-                place.rows[...] = piece.rows
-            elif size:
-                counts_to = (lengths[rank] * width).tolist()
-                counts_from = (lengths[:, rank] * width).tolist()
-                self._move(
-                    piece.rows, counts_to, place.rows, counts_from, size, deadline
-                )
-
-    def _move(
-        self,
-        send: Any,
-        counts_to: Sequence[int],
-        receive: Any,
-        counts_from: Sequence[int],
-        size: int,
-        deadline: float | None,
-    ) -> None:
-        way = self._transports.exchange(arrays.is_device_array(send))
-        if way is not None:
-            # In pieces if any rank sends or gets more than MPI counts in 32 bits:
-            # `size` is the maximum over all ranks, so that all choose the same way.
-            is_large = size > way.most_bytes
-            self._transports.count(way.name, receive.nbytes)
-            way.alltoallv(
-                send, counts_to, receive, counts_from, deadline, is_large=is_large
-            )
-            return
-        # By way of the host
-        host = np.empty(receive.shape, receive.dtype)
-        way = self._transports.exchange(is_device=False)
-        assert way is not None
-        here, is_large = arrays.to_host(send), size > way.most_bytes
-        self._transports.count(way.name, receive.nbytes)
-        way.alltoallv(here, counts_to, host, counts_from, deadline, is_large=is_large)
-        receive[...] = arrays.to_device_like(host, receive)
+        return
+    # By way of the host
+    host = np.empty(receive.shape, receive.dtype)
+    way = state.transports.exchange(is_device=False)
+    assert way is not None
+    here, is_large = arrays.to_host(send), size > way.most_bytes
+    state.transports.count(way.name, receive.nbytes)
+    way.alltoallv(here, counts_to, host, counts_from, deadline, is_large=is_large)
+    receive[...] = arrays.to_device_like(host, receive)
 
 
 def _rows_first(array: Any, axis: int) -> Any:
@@ -447,7 +437,7 @@ def _axis_back(rows: Any, axis: int) -> Any:
 
 
 def _largest(piece: _Piece, lengths: Any) -> int:
-    """Return the most bytes that any rank sends or gets; see `Exchanges._reserve`."""
+    """Return the most bytes that any rank sends or gets; see `_reserve`."""
     width = math.prod(piece.rows.shape[1:]) * piece.rows.dtype.itemsize
     return int(width * max(lengths.sum(axis=0).max(), lengths.sum(axis=1).max()))
 

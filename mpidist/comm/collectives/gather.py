@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,17 +10,28 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidist.comm import arithmetic, packing
-from mpidist.comm.collectives.arguments import deadline_of, implementation_of, is_direct
-from mpidist.comm.collectives.counts import CountExchange, CountPlan
-from mpidist.comm.collectives.outputs import Results
-from mpidist.comm.collectives.plans import Structure
-from mpidist.comm.consensus.consensus import Call, Consensus
+from mpidist.comm.collectives.arguments import (
+    axis_field,
+    deadline_of,
+    describe_but,
+    gather_axes,
+    implementation_of,
+    is_direct,
+    option_fields,
+    require_dense,
+)
+from mpidist.comm.collectives.counts import CountPlan, exchange_counts, plan_counts
+from mpidist.comm.collectives.plans import Structure, detail_of, kind_along, kind_of
+from mpidist.comm.collectives.state import State, take
+from mpidist.comm.consensus.consensus import Call
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.transports.base import Transport
-from mpidist.comm.transports.selector import TransportSelector
 from mpidist.device import arrays
 from mpidist.options import CommunicationOptions
 
-__all__ = ["GatherPlan", "Gathers"]
+__all__ = ["GatherPlan", "all_gather", "execute_gather", "plan_gather"]
+
+_DEFAULT = CommunicationOptions()
 
 
 class _Pack(NamedTuple):
@@ -56,249 +68,278 @@ class GatherPlan(NamedTuple):
     structure: Structure | None
 
 
-class Gathers:
-    """The gathers of one strategy.
+def all_gather(
+    state: State,
+    operation: str,
+    value: Any,
+    axis: int,
+    options: CommunicationOptions | None = None,
+) -> Any:
+    """Return the ranks' values concatenated along `axis`, on every rank.
+
+    Lengths along `axis` may differ between ranks and may be zero; the dtype and the
+    other dimensions must agree.
+
+    Raises, on all ranks: see `all_reduce`; ArgumentError also for values without
+    dimensions and an axis out of range.
+    """
+    kind = kind_along(axis)
+    wanted = _DEFAULT if options is None else options
+
+    def make() -> tuple[GatherPlan, list[Any], list[Any]]:
+        require_dense(operation, value)
+        leaves, spec, given = take(state, value, wanted)
+        axes = gather_axes(axis, given, spec)
+        agreed = axis_field(axes), *option_fields(wanted)
+        signature = CallSignature(operation, agreed, spec, describe_but(given, axes))
+        call = state.consensus.call(signature, wanted.timeout_seconds)
+        structure = Structure.of(spec, leaves)
+        plan = plan_gather(state, call, given, axes, wanted, structure)
+        return plan, leaves, given
+
+    return state.plans.run(
+        operation,
+        None if kind is None else detail_of(axis, options),
+        value,
+        kind or kind_of,
+        make,
+        functools.partial(execute_gather, state),
+    )
+
+
+def plan_gather(
+    state: State,
+    call: Call,
+    given: Sequence[Any],
+    axes: Sequence[int],
+    options: CommunicationOptions,
+    structure: Structure | None = None,
+) -> GatherPlan:
+    """Return the plan of a gather whose arguments have been checked.
 
     Args:
-      consensus: of all ranks; a single rank does not communicate.
-      transports: the transports.
-      results: allocates the results.
-      counts: exchanges lengths.
+      state: of the strategy.
+      call: what the ranks agree on: dtypes and all other dimensions.
+      given: the arrays.
+      axes: of each array.
+      options: see `CommunicationOptions`.
+      structure: of the value.
     """
+    on_gpu = any(map(arrays.is_device_array, given))
+    # Arrays that travel with the lengths must be in host memory; and if the user
+    # requests MPI, MPI's own call is used.
+    carries = not on_gpu and not is_direct(options)
+    counts = plan_counts(state, call, len(given), options, carries)
+    # Bytes of one row: lengths differ between ranks, so sizes are known only after
+    # the exchange, as lengths times this.
+    row_bytes = [
+        math.prod(packing.without(a.shape, (i,))) * a.dtype.itemsize
+        for a, i in zip(given, axes)
+    ]
+    return GatherPlan(counts, axes, row_bytes, structure)
 
-    def __init__(
-        self,
-        consensus: Consensus,
-        transports: TransportSelector,
-        results: Results,
-        counts: CountExchange,
-    ):
-        self._consensus = consensus
-        self._ranks = consensus.size
-        self._transports = transports
-        self._results = results
-        self._counts = counts
 
-    def plan(
-        self,
-        call: Call,
-        given: Sequence[Any],
-        axes: Sequence[int],
-        options: CommunicationOptions,
-        structure: Structure | None = None,
-    ) -> GatherPlan:
-        """Return the plan of a gather whose arguments have been checked.
+def execute_gather(state: State, plan: GatherPlan, given: Sequence[Any]) -> list[Any]:
+    """Return the concatenated arrays of all ranks. Collective.
 
-        Args:
-          call: what the ranks agree on: dtypes and all other dimensions.
-          given: the arrays.
-          axes: of each array.
-          options: see `CommunicationOptions`.
-          structure: of the value.
-        """
-        on_gpu = any(map(arrays.is_device_array, given))
-        # Arrays that travel with the lengths must be in host memory; and if the user
-        # requests MPI, MPI's own call is used.
-        carries = not on_gpu and not is_direct(options)
-        counts = self._counts.plan(call, len(given), options, carries)
-        # Bytes of one row: lengths differ between ranks, so sizes are known only after
-        # the exchange, as lengths times this.
-        row_bytes = [
-            math.prod(packing.without(a.shape, (i,))) * a.dtype.itemsize
-            for a, i in zip(given, axes)
-        ]
-        return GatherPlan(counts, axes, row_bytes, structure)
+    The lengths, and small arrays, are sent with the comparison of the calls. For
+    large results the ranks then check that all have allocated memory.
 
-    def execute(self, plan: GatherPlan, given: Sequence[Any]) -> list[Any]:
-        """Return the concatenated arrays of all ranks. Collective.
-
-        The lengths, and small arrays, are sent with the comparison of the calls. For
-        large results the ranks then check that all have allocated memory.
-
-        Raises, on all ranks: see `Consensus.require_same`.
-        """
-        lengths = [a.shape[i] for a, i in zip(given, plan.axes)]
-        with plan.counts.call:
-            everyone, readers = self._counts.exchange(plan.counts, lengths, given)
-            # Arrays were too large to travel: only lengths are known so far.
-            if readers is None:
-                return self._gather(plan, given, np.array(everyone, np.int64))
-            # They travelled with the lengths: cut them out of what each rank published.
-            results = []
-            for j, (array, axis) in enumerate(zip(given, plan.axes)):
-                before, behind = array.shape[:axis], array.shape[axis + 1 :]
-                parts = [
-                    reader.next((*before, lengths[j], *behind), array.dtype)
-                    for reader, lengths in zip(readers, everyone)
-                ]
-                results.append(np.concatenate(parts, axis))
-        return results
-
-    def _gather(
-        self, plan: GatherPlan, given: Sequence[Any], lengths: Any
-    ) -> list[Any]:
-        """Like `execute`, for arrays that were not sent with the comparison.
-
-        Args:
-          plan: of the call.
-          given: this rank's arrays.
-          lengths: of each array on each rank, by rank.
-        """
-        axes, options = plan.axes, plan.counts.options
-        deadline = deadline_of(options)
-        # Packs must be the same on all ranks, so sizes are those of the results
-        lengths = lengths.reshape(self._ranks, len(given))
-        # From here on all decisions follow from `rows`, which are equal on all ranks.
-        rows = lengths.sum(axis=0)
-        shapes = [
-            packing.with_length(a.shape, i, n)
-            for a, i, n in zip(given, axes, rows.tolist())
-        ]
-        sizes = (rows * plan.row_bytes).tolist()
-
-        def reserve() -> list[_Pack]:
-            return self._reserve(given, axes, shapes, sizes, options)
-
-        # A large allocation may fail on one rank alone; agree before any data moves.
-        if self._ranks > 1 and sum(sizes) >= packing.LARGE_BYTES:
-            call = plan.counts.call.step("gathering")
-            packs = call.reserve(reserve)
-            call.agree()
-        else:
-            packs = reserve()
-        results: list[Any] = [None] * len(given)
-        for pack in packs:
-            members = pack.members
-            values = [given[j] for j in members]
-            along = [axes[j] for j in members]
-            if pack.in_places:
-                self._place(pack, values[0], along[0], lengths[:, members[0]], deadline)
-            else:
-                own = lengths[:, members]
-                self._gather_pack(pack, values, along, own, options, deadline)
-            for j, result in zip(members, pack.results or [pack.received], strict=True):
-                results[j] = result.reshape(shapes[j])
-        return results
-
-    def _reserve(
-        self,
-        given: Sequence[Any],
-        axes: Sequence[int],
-        shapes: Sequence[tuple[int, ...]],
-        sizes: Sequence[int],
-        options: CommunicationOptions,
-    ) -> list[_Pack]:
-        """Allocate memory for gathers. Not collective.
-
-        Args:
-          given: the arrays.
-          axes: of each array.
-          shapes: of the results.
-          sizes: of the results, in bytes.
-          options: see `CommunicationOptions`.
-        """
-        packs, rest = [], []
-        counts = list(map(math.prod, shapes))
-        for j, (value, axis) in enumerate(zip(given, axes, strict=True)):
-            is_large = sizes[j] >= packing.LARGE_BYTES and _outer(value, axis) > 1
-            # With _outer() == 1 a plain gather puts rows in order already, so that
-            # nothing is saved by placing.
-            if is_large and self._can_place(value, options):
-                received = self._results.empty(counts[j], value)
-                send = arithmetic.contiguous(value, value.dtype)
-                packs.append(_Pack([j], send, received, True))
-            else:
-                rest.append(j)
-        # The rest is packed by dtype, in the order in which it was given: equal on all
-        # ranks.
-        kinds = [packing.kind_of(given[j]) for j in rest]
-        rest_bytes = [sizes[j] for j in rest]
-        for numbers in packing.groups(kinds, rest_bytes, options.bytes_per_pack):
-            members = [rest[k] for k in numbers]
-            values = [given[j] for j in members]
-            send = packing.pack([arithmetic.contiguous(v, v.dtype) for v in values])
-            count = sum(counts[j] for j in members)
-            results: list[Any] = []
-            if len(members) > 1 or _outer(values[0], axes[members[0]]) > 1:
-                xp = arrays.namespace(send)
-                results = [xp.empty(shapes[j], send.dtype) for j in members]
-            received = self._results.empty(count, send)
-            packs.append(_Pack(members, send, received, False, results))
-        return packs
-
-    def _transport(self, array: Any, options: CommunicationOptions) -> Transport:
-        is_device = arrays.is_device_array(array)
-        return self._transports.pick(implementation_of(options), False, is_device)
-
-    def _can_place(self, value: Any, options: CommunicationOptions) -> bool:
-        """Return whether ranks can write parts directly into the result."""
-        in_node = self._transports.intra_node
-        # Only ranks that share all memory can write into each other's columns.
-        if in_node is None or not in_node.shares_memory or is_direct(options):
-            return False
-        is_small = value.dtype.itemsize < packing.LARGE_BYTES
-        return isinstance(value, np.ndarray) and is_small
-
-    def _place(
-        self, pack: _Pack, value: Any, axis: int, lengths: Any, deadline: float | None
-    ) -> None:
-        """Gather an array whose parts are written in place."""
-        received = pack.received
-        outer = _outer(value, axis)
-        # Elements of one row, which lie together.
-        inner = math.prod(value.shape[axis + 1 :])
-        in_node = self._transports.intra_node
-        assert in_node is not None
-        self._transports.count(in_node.name, received.nbytes)
-        in_node.allgather_columns(
-            pack.send.reshape(outer, -1),
-            received.reshape(outer, -1),
-            (lengths * inner).tolist(),
-            deadline,
-        )
-
-    def _gather_pack(
-        self,
-        pack: _Pack,
-        values: Sequence[Any],
-        axes: Sequence[int],
-        lengths: Any,
-        options: CommunicationOptions,
-        deadline: float | None,
-    ) -> None:
-        """Gather the arrays of a pack of one dtype.
-
-        `lengths[r, j]` is the length of rank r's array j along `axes[j]`.
-        """
-        widths = [
-            math.prod(packing.without(v.shape, (i,))) for v, i in zip(values, axes)
-        ]
-        # By rank: how many elements of the pack it contributes.
-        counts = (lengths * widths).sum(axis=1).tolist()
-        send, received = pack.send, pack.received
-        # One rank: no communication.
-        if len(counts) == 1:
-            received[...] = send.reshape(-1)
-        else:
-            way = self._transport(send, options)
-            way.allgatherv(send, received, counts, deadline)
-        if not pack.results:
-            return  # already in the order of the result
-        # Rank by rank, and within a rank array by array: find where each part begins.
-        starts = np.cumsum([0, *counts[:-1]])
-        offsets = starts[:, None] + np.cumsum(lengths * widths, axis=1)
-        offsets = offsets - lengths * widths
-        xp = arrays.namespace(values[0])
-        for j, (value, axis, width, result) in enumerate(
-            zip(values, axes, widths, pack.results)
-        ):
+    Raises, on all ranks: see `Consensus.require_same`.
+    """
+    lengths = [a.shape[i] for a, i in zip(given, plan.axes)]
+    with plan.counts.call:
+        everyone, readers = exchange_counts(state, plan.counts, lengths, given)
+        # Arrays were too large to travel: only lengths are known so far.
+        if readers is None:
+            return _gather(state, plan, given, np.array(everyone, np.int64))
+        # They travelled with the lengths: cut them out of what each rank published.
+        results = []
+        for j, (array, axis) in enumerate(zip(given, plan.axes)):
+            before, behind = array.shape[:axis], array.shape[axis + 1 :]
             parts = [
-                received[start : start + length * width].reshape(
-                    packing.with_length(value.shape, axis, length)
-                )
-                for start, length in zip(offsets[:, j].tolist(), lengths[:, j].tolist())
+                reader.next((*before, lengths[j], *behind), array.dtype)
+                for reader, lengths in zip(readers, everyone)
             ]
-            xp.concatenate(parts, axis=axis, out=result)
+            results.append(np.concatenate(parts, axis))
+    return results
+
+
+def _gather(
+    state: State, plan: GatherPlan, given: Sequence[Any], lengths: Any
+) -> list[Any]:
+    """Like `execute`, for arrays that were not sent with the comparison.
+
+    Args:
+      state: of the strategy.
+      plan: of the call.
+      given: this rank's arrays.
+      lengths: of each array on each rank, by rank.
+    """
+    axes, options = plan.axes, plan.counts.options
+    deadline = deadline_of(options)
+    # Packs must be the same on all ranks, so sizes are those of the results
+    lengths = lengths.reshape(state.size, len(given))
+    # From here on all decisions follow from `rows`, which are equal on all ranks.
+    rows = lengths.sum(axis=0)
+    shapes = [
+        packing.with_length(a.shape, i, n)
+        for a, i, n in zip(given, axes, rows.tolist())
+    ]
+    sizes = (rows * plan.row_bytes).tolist()
+
+    def reserve() -> list[_Pack]:
+        return _reserve(state, given, axes, shapes, sizes, options)
+
+    # A large allocation may fail on one rank alone; agree before any data moves.
+    if state.size > 1 and sum(sizes) >= packing.LARGE_BYTES:
+        call = plan.counts.call.step("gathering")
+        packs = call.reserve(reserve)
+        call.agree()
+    else:
+        packs = reserve()
+    results: list[Any] = [None] * len(given)
+    for pack in packs:
+        members = pack.members
+        values = [given[j] for j in members]
+        along = [axes[j] for j in members]
+        if pack.in_places:
+            _place(state, pack, values[0], along[0], lengths[:, members[0]], deadline)
+        else:
+            own = lengths[:, members]
+            _gather_pack(state, pack, values, along, own, options, deadline)
+        for j, result in zip(members, pack.results or [pack.received], strict=True):
+            results[j] = result.reshape(shapes[j])
+    return results
+
+
+def _reserve(
+    state: State,
+    given: Sequence[Any],
+    axes: Sequence[int],
+    shapes: Sequence[tuple[int, ...]],
+    sizes: Sequence[int],
+    options: CommunicationOptions,
+) -> list[_Pack]:
+    """Allocate memory for gathers. Not collective.
+
+    Args:
+      state: of the strategy.
+      given: the arrays.
+      axes: of each array.
+      shapes: of the results.
+      sizes: of the results, in bytes.
+      options: see `CommunicationOptions`.
+    """
+    packs, rest = [], []
+    counts = list(map(math.prod, shapes))
+    for j, (value, axis) in enumerate(zip(given, axes, strict=True)):
+        is_large = sizes[j] >= packing.LARGE_BYTES and _outer(value, axis) > 1
+        # With _outer() == 1 a plain gather puts rows in order already, so that
+        # nothing is saved by placing.
+        if is_large and _can_place(state, value, options):
+            received = state.results.empty(counts[j], value)
+            send = arithmetic.contiguous(value, value.dtype)
+            packs.append(_Pack([j], send, received, True))
+        else:
+            rest.append(j)
+    # The rest is packed by dtype, in the order in which it was given: equal on all
+    # ranks.
+    kinds = [packing.kind_of(given[j]) for j in rest]
+    rest_bytes = [sizes[j] for j in rest]
+    for numbers in packing.groups(kinds, rest_bytes, options.bytes_per_pack):
+        members = [rest[k] for k in numbers]
+        values = [given[j] for j in members]
+        send = packing.pack([arithmetic.contiguous(v, v.dtype) for v in values])
+        count = sum(counts[j] for j in members)
+        results: list[Any] = []
+        if len(members) > 1 or _outer(values[0], axes[members[0]]) > 1:
+            xp = arrays.namespace(send)
+            results = [xp.empty(shapes[j], send.dtype) for j in members]
+        received = state.results.empty(count, send)
+        packs.append(_Pack(members, send, received, False, results))
+    return packs
+
+
+def _transport(state: State, array: Any, options: CommunicationOptions) -> Transport:
+    is_device = arrays.is_device_array(array)
+    return state.transports.pick(implementation_of(options), False, is_device)
+
+
+def _can_place(state: State, value: Any, options: CommunicationOptions) -> bool:
+    """Return whether ranks can write parts directly into the result."""
+    in_node = state.transports.intra_node
+    # Only ranks that share all memory can write into each other's columns.
+    if in_node is None or not in_node.shares_memory or is_direct(options):
+        return False
+    is_small = value.dtype.itemsize < packing.LARGE_BYTES
+    return isinstance(value, np.ndarray) and is_small
+
+
+def _place(
+    state: State,
+    pack: _Pack,
+    value: Any,
+    axis: int,
+    lengths: Any,
+    deadline: float | None,
+) -> None:
+    """Gather an array whose parts are written in place."""
+    received = pack.received
+    outer = _outer(value, axis)
+    # Elements of one row, which lie together.
+    inner = math.prod(value.shape[axis + 1 :])
+    in_node = state.transports.intra_node
+    assert in_node is not None
+    state.transports.count(in_node.name, received.nbytes)
+    in_node.allgather_columns(
+        pack.send.reshape(outer, -1),
+        received.reshape(outer, -1),
+        (lengths * inner).tolist(),
+        deadline,
+    )
+
+
+def _gather_pack(
+    state: State,
+    pack: _Pack,
+    values: Sequence[Any],
+    axes: Sequence[int],
+    lengths: Any,
+    options: CommunicationOptions,
+    deadline: float | None,
+) -> None:
+    """Gather the arrays of a pack of one dtype.
+
+    `lengths[r, j]` is the length of rank r's array j along `axes[j]`.
+    """
+    widths = [math.prod(packing.without(v.shape, (i,))) for v, i in zip(values, axes)]
+    # By rank: how many elements of the pack it contributes.
+    counts = (lengths * widths).sum(axis=1).tolist()
+    send, received = pack.send, pack.received
+    # One rank: no communication.
+    if len(counts) == 1:
+        received[...] = send.reshape(-1)
+    else:
+        way = _transport(state, send, options)
+        way.allgatherv(send, received, counts, deadline)
+    if not pack.results:
+        return  # already in the order of the result
+    # Rank by rank, and within a rank array by array: find where each part begins.
+    starts = np.cumsum([0, *counts[:-1]])
+    offsets = starts[:, None] + np.cumsum(lengths * widths, axis=1)
+    offsets = offsets - lengths * widths
+    xp = arrays.namespace(values[0])
+    for j, (value, axis, width, result) in enumerate(
+        zip(values, axes, widths, pack.results)
+    ):
+        parts = [
+            received[start : start + length * width].reshape(
+                packing.with_length(value.shape, axis, length)
+            )
+            for start, length in zip(offsets[:, j].tolist(), lengths[:, j].tolist())
+        ]
+        xp.concatenate(parts, axis=axis, out=result)
 
 
 def _outer(value: Any, axis: int) -> int:

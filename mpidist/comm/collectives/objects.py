@@ -8,144 +8,129 @@ import numpy as np
 
 from mpidist.comm import arithmetic
 from mpidist.comm.collectives.arguments import implementation_of
-from mpidist.comm.collectives.gather import Gathers
-from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.collectives.gather import execute_gather, plan_gather
+from mpidist.comm.collectives.state import State
 from mpidist.comm.consensus.signatures import CallSignature
-from mpidist.comm.transports.selector import TransportSelector
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import CommunicationOptions
 from mpidist.util import validation
 from mpidist.util.serialization import decode, dtype_of, encode, text_of
 
-__all__ = ["Objects"]
+__all__ = ["broadcast_object", "gather_objects"]
 
 _DEFAULT = CommunicationOptions()
 
 
-class Objects:
-    """The collectives of one strategy on objects, which may contain arrays.
+def broadcast_object(state: State, operation: str, value: Any, root: int) -> Any:
+    """See `Strategy.broadcast`. Collective."""
+    ranks, rank = state.consensus.size, state.consensus.rank
 
-    Args:
-      consensus: of all ranks.
-      transports: the transports.
-      gathers: the gathers.
-    """
+    def prepare() -> tuple[int, str, list[Any]]:
+        number = validation.integer("root", root)
+        if not 0 <= number < ranks:
+            raise ArgumentError(f"root must be a replica, 0..{ranks - 1}, not {number}")
+        if number == rank:
+            return number, *_encode(state, value)
+        return number, "", []
 
-    def __init__(
-        self, consensus: Consensus, transports: TransportSelector, gathers: Gathers
-    ):
-        self._consensus = consensus
-        self._transports = transports
-        self._gathers = gathers
+    def reserve() -> list[Any]:
+        made: list[Any] = []
+        decode(text, lambda kind: made.append(_empty(state, kind)))
+        return made
 
-    def broadcast(self, operation: str, value: Any, root: int) -> Any:
-        """See `Strategy.broadcast`. Collective."""
-        ranks, rank = self._consensus.size, self._consensus.rank
-
-        def prepare() -> tuple[int, str, list[Any]]:
-            number = validation.integer("root", root)
-            if not 0 <= number < ranks:
-                raise ArgumentError(
-                    f"root must be a replica, 0..{ranks - 1}, not {number}"
-                )
+    with state.consensus.call(operation) as call:
+        number, text, given = call.reserve(prepare)
+        state.consensus.require_same(CallSignature(operation, (("root", number),)))
+        if ranks > 1:
+            text = _broadcast_text(state, text, number)
+        # If one rank lacks memory, all ranks raise here
+        memory = call.step("sending")
+        received = memory.reserve(reserve)
+        memory.agree()
+        for i, array in enumerate(received):
             if number == rank:
-                return number, *self._encode(value)
-            return number, "", []
+                array[...] = given[i]
+            if ranks > 1 and array.size:
+                is_device = arrays.is_device_array(array)
+                how = implementation_of(_DEFAULT)
+                way = state.transports.pick(how, False, is_device)
+                way.broadcast(array, number, None)
+    leaves = iter(received)
+    return decode(text, lambda kind: _as_given(next(leaves), kind))
 
-        def reserve() -> list[Any]:
-            made: list[Any] = []
-            decode(text, lambda kind: made.append(self._empty(kind)))
-            return made
 
-        with self._consensus.call(operation) as call:
-            number, text, given = call.reserve(prepare)
-            self._consensus.require_same(CallSignature(operation, (("root", number),)))
-            if ranks > 1:
-                text = self._broadcast_text(text, number)
-            # If one rank lacks memory, all ranks raise here
-            memory = call.step("sending")
-            received = memory.reserve(reserve)
-            memory.agree()
-            for i, array in enumerate(received):
-                if number == rank:
-                    array[...] = given[i]
-                if ranks > 1 and array.size:
-                    is_device = arrays.is_device_array(array)
-                    how = implementation_of(_DEFAULT)
-                    way = self._transports.pick(how, False, is_device)
-                    way.broadcast(array, number, None)
-        leaves = iter(received)
-        return decode(text, lambda kind: _as_given(next(leaves), kind))
+def gather_objects(state: State, operation: str, value: Any) -> list[Any]:
+    """See `Strategy.gather_objects`. Collective."""
 
-    def gather(self, operation: str, value: Any) -> list[Any]:
-        """See `Strategy.gather_objects`. Collective."""
+    def prepare() -> list[Any]:
+        text, given = _encode(state, value)
+        header = text.encode()
+        # Everything as bytes: one gather for the text and all arrays of the object.
+        parts = [arrays.to_host(a).tobytes() for a in given]
+        payload = np.frombuffer(b"".join([header, *parts]), np.uint8)
+        # The sizes are gathered as a second array, since payloads differ in length.
+        return [payload, np.array([len(header), payload.size])]
 
-        def prepare() -> list[Any]:
-            text, given = self._encode(value)
-            header = text.encode()
-            # Everything as bytes: one gather for the text and all arrays of the object.
-            parts = [arrays.to_host(a).tobytes() for a in given]
-            payload = np.frombuffer(b"".join([header, *parts]), np.uint8)
-            # The sizes are gathered as a second array, since payloads differ in length.
-            return [payload, np.array([len(header), payload.size])]
+    def read() -> list[Any]:
+        objects, start = [], 0
+        for header, size in sizes.reshape(-1, 2).tolist():
+            payload = payloads[start : start + size]
+            objects.append(_decode_with_arrays(payload, header))
+            start += size
+        return objects
 
-        def read() -> list[Any]:
-            objects, start = [], 0
-            for header, size in sizes.reshape(-1, 2).tolist():
-                payload = payloads[start : start + size]
-                objects.append(_decode_with_arrays(payload, header))
-                start += size
-            return objects
+    with state.consensus.call(operation) as call:
+        own = call.reserve(prepare)
+        plan = plan_gather(state, call, own, [0, 0], _DEFAULT)
+        payloads, sizes = execute_gather(state, plan, own)
+        return call.finish(read)
 
-        with self._consensus.call(operation) as call:
-            own = call.reserve(prepare)
-            plan = self._gathers.plan(call, own, [0, 0], _DEFAULT)
-            payloads, sizes = self._gathers.execute(plan, own)
-            return call.finish(read)
 
-    def _encode(self, value: Any) -> tuple[str, list[Any]]:
-        """Return JSON text, and the arrays in a value."""
-        given: list[Any] = []
+def _encode(state: State, value: Any) -> tuple[str, list[Any]]:
+    """Return JSON text, and the arrays in a value."""
+    given: list[Any] = []
 
-        def take(leaf: Any, name: str) -> Any:
-            is_plain = type(leaf) in (np.ndarray, np.memmap)
-            if isinstance(leaf, np.ndarray) and not is_plain:
-                raise ArgumentTypeError(
-                    f"{name} is a {type(leaf).__qualname__}, which would come back as "
-                    "a plain array; pass numpy.asarray of it"
-                )
-            array = arrays.to_array(leaf, name)
-            if arrays.is_device_array(array):
-                self._transports.require_reachable(array, name)
-            # Contiguous copies, because bytes are sent.
-            given.append(arithmetic.contiguous(array, array.dtype))
-            kind = "scalar" if isinstance(leaf, np.generic) else "array"
-            kind = "GPU" if arrays.is_device_array(array) else kind
-            return [kind, text_of(array.dtype), array.shape]
+    def take(leaf: Any, name: str) -> Any:
+        is_plain = type(leaf) in (np.ndarray, np.memmap)
+        if isinstance(leaf, np.ndarray) and not is_plain:
+            raise ArgumentTypeError(
+                f"{name} is a {type(leaf).__qualname__}, which would come back as "
+                "a plain array; pass numpy.asarray of it"
+            )
+        array = arrays.to_array(leaf, name)
+        if arrays.is_device_array(array):
+            state.transports.require_reachable(array, name)
+        # Contiguous copies, because bytes are sent.
+        given.append(arithmetic.contiguous(array, array.dtype))
+        kind = "scalar" if isinstance(leaf, np.generic) else "array"
+        kind = "GPU" if arrays.is_device_array(array) else kind
+        return [kind, text_of(array.dtype), array.shape]
 
-        return encode(value, take), given
+    return encode(value, take), given
 
-    def _broadcast_text(self, text: str, root: int) -> str:
-        """Return the text of rank `root`. Collective."""
-        # MPI itself: the text is in host memory, whatever device the strategy uses.
-        way = self._transports.exchange(is_device=False)
-        assert way is not None
-        found = np.frombuffer(text.encode(), np.uint8).copy()
-        size = np.array([found.size])
-        # The root's size first, so that the others can make room.
-        way.broadcast(size, root, None)
-        if root != self._consensus.rank:
-            found = np.empty(int(size[0]), np.uint8)
-        self._transports.count(way.name, found.nbytes)
-        way.broadcast(found, root, None)
-        return bytes(found).decode()
 
-    def _empty(self, kind: Any) -> Any:
-        """Return memory for an array described by `_encode`."""
-        where, text, shape = kind
-        made = np.empty(shape, dtype_of(text))
-        return self._transports.to_device(made) if where == "GPU" else made
+def _broadcast_text(state: State, text: str, root: int) -> str:
+    """Return the text of rank `root`. Collective."""
+    # MPI itself: the text is in host memory, whatever device the strategy uses.
+    way = state.transports.exchange(is_device=False)
+    assert way is not None
+    found = np.frombuffer(text.encode(), np.uint8).copy()
+    size = np.array([found.size])
+    # The root's size first, so that the others can make room.
+    way.broadcast(size, root, None)
+    if root != state.consensus.rank:
+        found = np.empty(int(size[0]), np.uint8)
+    state.transports.count(way.name, found.nbytes)
+    way.broadcast(found, root, None)
+    return bytes(found).decode()
+
+
+def _empty(state: State, kind: Any) -> Any:
+    """Return memory for an array described by `_encode`."""
+    where, text, shape = kind
+    made = np.empty(shape, dtype_of(text))
+    return state.transports.to_device(made) if where == "GPU" else made
 
 
 def _decode_with_arrays(payload: Any, header: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,30 +11,36 @@ import numpy as np
 
 from mpidist.comm import arithmetic, packing
 from mpidist.comm.collectives.arguments import (
-    Take,
     axis_field,
     check_each,
     describe_as,
     option_fields,
     require_reducible,
 )
-from mpidist.comm.collectives.gather import GatherPlan, Gathers
+from mpidist.comm.collectives.gather import GatherPlan, execute_gather, plan_gather
 from mpidist.comm.collectives.plans import (
     OP_TYPES,
-    PlanCache,
     Structure,
     detail_of,
     kind_along,
     kind_of,
 )
-from mpidist.comm.collectives.reduce import ReducePlan, Reductions, Summation
-from mpidist.comm.consensus.consensus import Call, Consensus
+from mpidist.comm.collectives.reduce import (
+    ReducePlan,
+    Summation,
+    fits,
+    plan_reduction,
+    prepare_sums,
+    reduce_packed,
+)
+from mpidist.comm.collectives.state import State, take
+from mpidist.comm.consensus.consensus import Call
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.packing import Axis
 from mpidist.errors import ArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
 
-__all__ = ["AxisReductions"]
+__all__ = ["reduce_over_axis"]
 
 _DEFAULT = CommunicationOptions()
 
@@ -77,213 +84,194 @@ class _Partial(NamedTuple):
     rough: list[Any]
 
 
-class AxisReductions:
-    """The reductions over axes of one strategy.
+def reduce_over_axis(
+    state: State,
+    operation: str,
+    reduce_op: ReduceOp | str,
+    value: Any,
+    axis: Axis,
+    options: CommunicationOptions | None = None,
+    summation: Summation | None = None,
+) -> Any:
+    """Return the reduction over `axis` and all ranks, on every rank. Collective.
 
-    Args:
-      consensus: of all ranks.
-      plans: those of known calls.
-      reductions: of equal arrays.
-      gathers: the gathers.
-      take: checks and flattens a value.
+    Lengths along `axis` may differ between ranks and may be zero; the other
+    dimensions must agree. A mean is the sum of all elements divided by the sum of
+    all lengths, or nan if that is zero. Floating values are added up in double
+    precision, integers in 64 bits; the result has the dtype of `value` (a mean of
+    integers is float64; as in NumPy, 64-bit integers are added in float64 for it).
+    `summation` replaces transports for SUM and MEAN.
+
+    Raises, on all ranks: see `all_reduce`; also ArgumentError for an
+    axis out of range, a sum or product of integers that does not fit their dtype,
+    and MIN or MAX of no elements; ArgumentTypeError for an axis that is not an
+    integer.
     """
+    wanted = _DEFAULT if options is None else options
+    kind, detail = kind_along(axis), None
+    is_known = kind is not None and isinstance(reduce_op, OP_TYPES)
+    # Only checked arguments may be part of a key.
+    if is_known and summation is None:
+        detail = detail_of((reduce_op, axis), options)
+    return state.plans.run(
+        operation,
+        detail,
+        value,
+        kind or kind_of,
+        lambda: _plan(state, operation, reduce_op, value, axis, wanted, summation),
+        lambda plan, given: _execute(state, plan, given, summation),
+    )
 
-    def __init__(
-        self,
-        consensus: Consensus,
-        plans: PlanCache,
-        reductions: Reductions,
-        gathers: Gathers,
-        take: Take,
-    ):
-        self._consensus = consensus
-        self._plans = plans
-        self._reductions = reductions
-        self._gathers = gathers
-        self._take = take
 
-    def reduce(
-        self,
-        operation: str,
-        reduce_op: ReduceOp | str,
-        value: Any,
-        axis: Axis,
-        options: CommunicationOptions | None = None,
-        prepare_sums: Summation | None = None,
-    ) -> Any:
-        """Return the reduction over `axis` and all ranks, on every rank. Collective.
+def _plan(
+    state: State,
+    operation: str,
+    reduce_op: ReduceOp | str,
+    value: Any,
+    axis: Axis,
+    options: CommunicationOptions,
+    summation: Summation | None,
+) -> tuple[AxisPlan, list[Any], list[Any]]:
+    """Return the plan of a call, its leaves, and the leaves as arrays."""
+    op = ReduceOp.parse(reduce_op)
+    leaves, spec, given = take(state, value, options)
+    require_reducible(op, given, spec)
+    axes = check_each(
+        given, spec, lambda a, name: packing.normalize_axes(axis, a.ndim, name)
+    )
+    # The reduced axis is left out: its length may differ between ranks.
+    rest = [packing.without(a.shape, drop) for a, drop in zip(given, axes)]
+    described = tuple(map(describe_as, given, rest))
+    agreed = ("reduce_op", op.name), axis_field(axes), *option_fields(options)
+    signature = CallSignature(operation, agreed, spec, described)
+    call = state.consensus.call(signature, options.timeout_seconds)
+    structure, dtypes = Structure.of(spec, leaves), [a.dtype for a in given]
+    is_large = 8 * sum(map(math.prod, rest)) >= packing.LARGE_BYTES
+    plan = AxisPlan(call, op, options, structure, dtypes, axes)
+    plan = plan._replace(is_large=is_large)
+    # Run once on arrays without rows, which shows dtypes and shapes of what is
+    # sent.
+    sent = _reduce_own(state, plan, list(map(_without_rows, given, axes))).sent
+    if not op.adds:
+        along = [0] * len(sent)
+        # MIN, MAX and PRODUCT: one row per rank is gathered, then combined.
+        gather = plan_gather(state, call, sent, along, options)
+        plan = plan._replace(gather=gather)
+    elif summation is None and fits(state, ReduceOp.SUM, sent, options):
+        packed = plan_reduction(state, call, ReduceOp.SUM, options, structure, sent)
+        # Overflows are found by the sums in float64
+        plan = plan._replace(packed=packed._replace(has_integers=False))
+    return plan, leaves, given
 
-        Lengths along `axis` may differ between ranks and may be zero; the other
-        dimensions must agree. A mean is the sum of all elements divided by the sum of
-        all lengths, or nan if that is zero. Floating values are added up in double
-        precision, integers in 64 bits; the result has the dtype of `value` (a mean of
-        integers is float64; as in NumPy, 64-bit integers are added in float64 for it).
-        `prepare_sums` replaces transports for SUM and MEAN.
 
-        Raises, on all ranks: see `Reductions.all_reduce`; also ArgumentError for an
-        axis out of range, a sum or product of integers that does not fit their dtype,
-        and MIN or MAX of no elements; ArgumentTypeError for an axis that is not an
-        integer.
-        """
-        wanted = _DEFAULT if options is None else options
-        kind, detail = kind_along(axis), None
-        is_known = kind is not None and isinstance(reduce_op, OP_TYPES)
-        # Only checked arguments may be part of a key.
-        if is_known and prepare_sums is None:
-            detail = detail_of((reduce_op, axis), options)
-        return self._plans.run(
-            operation,
-            detail,
-            value,
-            kind or kind_of,
-            lambda: self._plan(operation, reduce_op, value, axis, wanted, prepare_sums),
-            lambda plan, given: self._execute(plan, given, prepare_sums),
-        )
+def _reduce_own(state: State, plan: AxisPlan, given: Sequence[Any]) -> _Partial:
+    """Return the reductions of this rank's arrays."""
+    op, pairs = plan.op, list(zip(given, plan.axes))
+    if not op.adds:
+        partial = [arithmetic.combine_over(op, a, axes) for a, axes in pairs]
+        rough = [arithmetic.rough_product_over(op, a, axes) for a, axes in pairs]
+        return _Partial([*partial, *(r for r in rough if r is not None)], rough)
+    partial = [arithmetic.sum_over(op, a, axes) for a, axes in pairs]
+    rough = [arithmetic.rough_sum_over(op, a, axes) for a, axes in pairs]
+    # Sums and lengths are sent together
+    lengths = np.array([math.prod(a.shape[i] for i in axes) for a, axes in pairs])
+    more = [r for r in rough if r is not None]
+    return _Partial([*partial, lengths, *more], rough)
 
-    def _plan(
-        self,
-        operation: str,
-        reduce_op: ReduceOp | str,
-        value: Any,
-        axis: Axis,
-        options: CommunicationOptions,
-        prepare_sums: Summation | None,
-    ) -> tuple[AxisPlan, list[Any], list[Any]]:
-        """Return the plan of a call, its leaves, and the leaves as arrays."""
-        op = ReduceOp.parse(reduce_op)
-        leaves, spec, given = self._take(value, options)
-        require_reducible(op, given, spec)
-        axes = check_each(
-            given, spec, lambda a, name: packing.normalize_axes(axis, a.ndim, name)
-        )
-        # The reduced axis is left out: its length may differ between ranks.
-        rest = [packing.without(a.shape, drop) for a, drop in zip(given, axes)]
-        described = tuple(map(describe_as, given, rest))
-        agreed = ("reduce_op", op.name), axis_field(axes), *option_fields(options)
-        signature = CallSignature(operation, agreed, spec, described)
-        call = self._consensus.call(signature, options.timeout_seconds)
-        structure, dtypes = Structure.of(spec, leaves), [a.dtype for a in given]
-        is_large = 8 * sum(map(math.prod, rest)) >= packing.LARGE_BYTES
-        plan = AxisPlan(call, op, options, structure, dtypes, axes)
-        plan = plan._replace(is_large=is_large)
-        # Run once on arrays without rows, which shows dtypes and shapes of what is
-        # sent.
-        sent = self._reduce_own(plan, list(map(_without_rows, given, axes))).sent
-        if not op.adds:
-            along = [0] * len(sent)
-            # MIN, MAX and PRODUCT: one row per rank is gathered, then combined.
-            gather = self._gathers.plan(call, sent, along, options)
-            plan = plan._replace(gather=gather)
-        elif prepare_sums is None and self._reductions.fits(
-            ReduceOp.SUM, sent, options
-        ):
-            packed = self._reductions.plan(call, ReduceOp.SUM, options, structure, sent)
-            # Overflows are found by the sums in float64
-            plan = plan._replace(packed=packed._replace(has_integers=False))
-        return plan, leaves, given
 
-    def _reduce_own(self, plan: AxisPlan, given: Sequence[Any]) -> _Partial:
-        """Return the reductions of this rank's arrays."""
-        op, pairs = plan.op, list(zip(given, plan.axes))
-        if not op.adds:
-            partial = [arithmetic.combine_over(op, a, axes) for a, axes in pairs]
-            rough = [arithmetic.rough_product_over(op, a, axes) for a, axes in pairs]
-            return _Partial([*partial, *(r for r in rough if r is not None)], rough)
-        partial = [arithmetic.sum_over(op, a, axes) for a, axes in pairs]
-        rough = [arithmetic.rough_sum_over(op, a, axes) for a, axes in pairs]
-        # Sums and lengths are sent together
-        lengths = np.array([math.prod(a.shape[i] for i in axes) for a, axes in pairs])
-        more = [r for r in rough if r is not None]
-        return _Partial([*partial, lengths, *more], rough)
+def _execute(
+    state: State,
+    plan: AxisPlan,
+    given: Sequence[Any],
+    summation: Summation | None = None,
+) -> list[Any]:
+    """Return the reductions of the leaves. Collective."""
 
-    def _execute(
-        self,
-        plan: AxisPlan,
-        given: Sequence[Any],
-        prepare_sums: Summation | None = None,
-    ) -> list[Any]:
-        """Return the reductions of the leaves. Collective."""
-
-        def prepare() -> tuple[_Partial, Any]:
-            # The plan is cached and shared by threads; memory belongs to this call.
-            partial, sum_here = self._reduce_own(plan, given), None
-            if plan.op.adds and plan.packed is None:
-                sum_here = (prepare_sums or self._reductions.prepare_sums)(
-                    partial.sent, plan.options
-                )
-            return partial, sum_here
-
-        with plan.call as call:
-            # A reduction of this rank's rows may fail (memory)
-            partial, sum_here = call.reserve(prepare)
-            if plan.gather is not None:
-                totals = self._gathers.execute(plan.gather, partial.sent)
-            elif plan.packed is not None:
-                totals = self._reductions.reduce_packed(plan.packed, partial.sent)
-            else:
-                call.agree()
-                totals = sum_here()
-            finish = self._finish if plan.op.adds else self._combine
-            if plan.is_large:
-                results = call.finish(finish, plan, totals, partial.rough)
-            else:
-                results = finish(plan, totals, partial.rough)
-        # As NumPy's sum does, give an array scalar where no dimension is left
-        return [result[()] for result in results]
-
-    def _finish(
-        self, plan: AxisPlan, totals: Sequence[Any], rough: Sequence[Any]
-    ) -> list[Any]:
-        """Return sums or means, given the totals over all ranks."""
-        count = len(plan.dtypes)
-        lengths, more = totals[count].tolist(), iter(totals[count + 1 :])
-        if plan.op is ReduceOp.MEAN:
-            return [
-                arithmetic.mean_of(total, length, dtype)
-                for total, length, dtype in zip(totals, lengths, plan.dtypes)
-            ]
-        rough = [None if r is None else next(more) for r in rough]
-        return self._narrow(plan, totals[:count], rough, "sum")
-
-    def _combine(
-        self, plan: AxisPlan, totals: Sequence[Any], rough: Sequence[Any]
-    ) -> list[Any]:
-        """Return MIN, MAX or PRODUCT, given the gathered values as `totals`.
-
-        Values of ranks without elements are missing.
-        """
-        count, spec = len(plan.dtypes), plan.structure.spec
-
-        def combine(parts: Any, name: str) -> Any:
-            if not len(parts):
-                if math.prod(parts.shape[1:]):
-                    raise ArgumentError(
-                        f"{plan.op.name} of {name} is not defined: it has no elements "
-                        "along the axis on any replica"
-                    )
-                return parts.sum(axis=0)
-            return arithmetic.combine_in_order(plan.op, list(parts))
-
-        more = iter(totals[count:])
-        with self._consensus.same_on_all():
-            totals = check_each(totals[:count], spec, combine)
-        if plan.op is not ReduceOp.PRODUCT:
-            pairs = zip(totals, plan.dtypes)
-            return [total.astype(dtype, copy=False) for total, dtype in pairs]
-        rough = [
-            None if r is None else arithmetic.rough_product(next(more)) for r in rough
-        ]
-        return self._narrow(plan, totals, rough, "product")
-
-    def _narrow(
-        self, plan: AxisPlan, totals: Sequence[Any], rough: Sequence[Any], what: str
-    ) -> list[Any]:
-        """Return totals in the dtypes of the arguments; integers must fit."""
-        triples, spec = list(zip(totals, rough, plan.dtypes)), plan.structure.spec
-        with self._consensus.same_on_all():
-            return check_each(
-                triples, spec, lambda t, name: arithmetic.narrow(t, name, what)
+    def prepare() -> tuple[_Partial, Any]:
+        # The plan is cached and shared by threads; memory belongs to this call.
+        partial, sum_here = _reduce_own(state, plan, given), None
+        if plan.op.adds and plan.packed is None:
+            sum_here = (summation or functools.partial(prepare_sums, state))(
+                partial.sent, plan.options
             )
+        return partial, sum_here
+
+    with plan.call as call:
+        # A reduction of this rank's rows may fail (memory)
+        partial, sum_here = call.reserve(prepare)
+        if plan.gather is not None:
+            totals = execute_gather(state, plan.gather, partial.sent)
+        elif plan.packed is not None:
+            totals = reduce_packed(state, plan.packed, partial.sent)
+        else:
+            call.agree()
+            totals = sum_here()
+        finish = (
+            functools.partial(_finish, state)
+            if plan.op.adds
+            else functools.partial(_combine, state)
+        )
+        if plan.is_large:
+            results = call.finish(finish, plan, totals, partial.rough)
+        else:
+            results = finish(plan, totals, partial.rough)
+    # As NumPy's sum does, give an array scalar where no dimension is left
+    return [result[()] for result in results]
+
+
+def _finish(
+    state: State, plan: AxisPlan, totals: Sequence[Any], rough: Sequence[Any]
+) -> list[Any]:
+    """Return sums or means, given the totals over all ranks."""
+    count = len(plan.dtypes)
+    lengths, more = totals[count].tolist(), iter(totals[count + 1 :])
+    if plan.op is ReduceOp.MEAN:
+        return [
+            arithmetic.mean_of(total, length, dtype)
+            for total, length, dtype in zip(totals, lengths, plan.dtypes)
+        ]
+    rough = [None if r is None else next(more) for r in rough]
+    return _narrow(state, plan, totals[:count], rough, "sum")
+
+
+def _combine(
+    state: State, plan: AxisPlan, totals: Sequence[Any], rough: Sequence[Any]
+) -> list[Any]:
+    """Return MIN, MAX or PRODUCT, given the gathered values as `totals`.
+
+    Values of ranks without elements are missing.
+    """
+    count, spec = len(plan.dtypes), plan.structure.spec
+
+    def combine(parts: Any, name: str) -> Any:
+        if not len(parts):
+            if math.prod(parts.shape[1:]):
+                raise ArgumentError(
+                    f"{plan.op.name} of {name} is not defined: it has no elements "
+                    "along the axis on any replica"
+                )
+            return parts.sum(axis=0)
+        return arithmetic.combine_in_order(plan.op, list(parts))
+
+    more = iter(totals[count:])
+    with state.consensus.same_on_all():
+        totals = check_each(totals[:count], spec, combine)
+    if plan.op is not ReduceOp.PRODUCT:
+        pairs = zip(totals, plan.dtypes)
+        return [total.astype(dtype, copy=False) for total, dtype in pairs]
+    rough = [None if r is None else arithmetic.rough_product(next(more)) for r in rough]
+    return _narrow(state, plan, totals, rough, "product")
+
+
+def _narrow(
+    state: State, plan: AxisPlan, totals: Sequence[Any], rough: Sequence[Any], what: str
+) -> list[Any]:
+    """Return totals in the dtypes of the arguments; integers must fit."""
+    triples, spec = list(zip(totals, rough, plan.dtypes)), plan.structure.spec
+    with state.consensus.same_on_all():
+        return check_each(
+            triples, spec, lambda t, name: arithmetic.narrow(t, name, what)
+        )
 
 
 def _without_rows(array: Any, axes: tuple[int, ...]) -> Any:

@@ -20,7 +20,6 @@ import numpy as np
 
 from mpidist.comm import arithmetic, packing
 from mpidist.comm.collectives.arguments import (
-    Take,
     check_each,
     deadline_of,
     describe,
@@ -29,28 +28,36 @@ from mpidist.comm.collectives.arguments import (
     option_fields,
     require_reducible,
 )
-from mpidist.comm.collectives.combinations import Combinations
-from mpidist.comm.collectives.outputs import Results
+from mpidist.comm.collectives.combinations import combine, reserve_combination
 from mpidist.comm.collectives.plans import (
     OP_TYPES,
-    PlanCache,
     Structure,
     detail_of,
     kind_of,
 )
-from mpidist.comm.collectives.slices import SliceReductions, has_slices
+from mpidist.comm.collectives.slices import has_slices, reduce_slices
+from mpidist.comm.collectives.state import State, take
 from mpidist.comm.consensus.comparison import Pages, PayloadComparison
-from mpidist.comm.consensus.consensus import Call, Consensus
+from mpidist.comm.consensus.consensus import Call
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.packing import Kind
-from mpidist.comm.shared_memory.symmetric import SymmetricMemory
 from mpidist.comm.transports.base import Transport
-from mpidist.comm.transports.selector import TransportSelector
 from mpidist.device import arrays
-from mpidist.device.copies import SmallCopies
 from mpidist.options import CommunicationOptions, ReduceOp
 
-__all__ = ["Prepared", "ReducePlan", "Reduction", "Reductions", "Summation"]
+__all__ = [
+    "Prepared",
+    "ReducePlan",
+    "Reduction",
+    "Summation",
+    "all_reduce",
+    "fits",
+    "plan_reduction",
+    "prepare",
+    "prepare_sums",
+    "reduce_large",
+    "reduce_packed",
+]
 
 # A symmetric address, or 0, and what moves the data once the ranks agree: it is given
 # whether all ranks have passed that address
@@ -185,594 +192,590 @@ class ReducePlan(NamedTuple):
     sums: SumPlan | None = None
 
 
-class Reductions:
-    """The reductions of one strategy.
+def all_reduce(
+    state: State,
+    operation: str,
+    reduce_op: ReduceOp | str,
+    value: Any,
+    options: CommunicationOptions | None = None,
+    reduction: Reduction | None = None,
+) -> Any:
+    """Return the elementwise reduction of `value` over all ranks, on every rank.
 
     Args:
-      consensus: of all ranks.
-      transports: the transports.
-      symmetric: the arrays that lie in memory of the node.
-      results: allocates the results.
-      plans: those of known calls.
-      slices: the reductions of sparse arrays.
-      take: checks and flattens a value.
+      state: of the strategy.
+      operation: the public call, for messages.
+      reduce_op: the operation, or its name.
+      value: a nest of arrays or numbers, of equal structure, shapes and dtypes; or
+        of IndexedSlices, see `slices`.
+      options: see `CommunicationOptions`.
+      reduction: prepares the reduction after all checks; by default `prepare`.
+
+    Raises, on all ranks: see `Consensus.require_same` and `arrays.to_array`; also
+      ArgumentError for a sum of integers that does not fit their dtype.
     """
-
-    def __init__(
-        self,
-        consensus: Consensus,
-        transports: TransportSelector,
-        symmetric: SymmetricMemory,
-        results: Results,
-        plans: PlanCache,
-        slices: SliceReductions,
-        take: Take,
-    ):
-        self._consensus = consensus
-        self._size = consensus.size
-        self._transports = transports
-        self._symmetric = symmetric
-        self._results = results
-        self._plans = plans
-        self._slices = slices
-        self._take = take
-        self._combinations = Combinations(consensus, transports, results)
-        self._copies = SmallCopies()
-
-    def all_reduce(
-        self,
-        operation: str,
-        reduce_op: ReduceOp | str,
-        value: Any,
-        options: CommunicationOptions | None = None,
-        prepare: Reduction | None = None,
-    ) -> Any:
-        """Return the elementwise reduction of `value` over all ranks, on every rank.
-
-        Args:
-          operation: the public call, for messages.
-          reduce_op: the operation, or its name.
-          value: a nest of arrays or numbers, of equal structure, shapes and dtypes; or
-            of IndexedSlices, see `SliceReductions`.
-          options: see `CommunicationOptions`.
-          prepare: prepares the reduction after all checks; by default `prepare`.
-
-        Raises, on all ranks: see `Consensus.require_same` and `arrays.to_array`; also
-          ArgumentError for a sum of integers that does not fit their dtype.
-        """
-        key, detail = None, None
-        # A custom reduction gets a plan each time: it may not pack.
-        if prepare is None and isinstance(reduce_op, OP_TYPES):
-            detail = reduce_op if options is None else detail_of(reduce_op, options)
-        if detail is not None:
-            key, plan, leaves, spec = self._plans.find(
-                operation, detail, value, kind_of
-            )
-            # Fast path for repeated all-reduces: skip the checks that already passed.
-            if plan is not None:
-                results = self._execute(plan, leaves)
-                return plan.structure.give_back(results, leaves, spec)
-        wanted = _DEFAULT if options is None else options
-        with self._consensus.call(operation) as call:
-            # A plan exists for dense values alone
-            if key is None and call.reserve(has_slices, value):
-                return self._slices.reduce(
-                    operation,
-                    reduce_op,
-                    value,
-                    wanted,
-                    lambda op, dense: self.all_reduce(
-                        operation, op, dense, options, prepare
-                    ),
-                )
-            is_own = prepare is None
-            return self._plans.run_first(
+    key, detail = None, None
+    # A custom reduction gets a plan each time: it may not pack.
+    if reduction is None and isinstance(reduce_op, OP_TYPES):
+        detail = reduce_op if options is None else detail_of(reduce_op, options)
+    if detail is not None:
+        key, plan, leaves, spec = state.plans.find(operation, detail, value, kind_of)
+        # Fast path for repeated all-reduces: skip the checks that already passed.
+        if plan is not None:
+            execute = reduce_packed if plan.packs else _execute
+            results = execute(state, plan, leaves)
+            return plan.structure.give_back(results, leaves, spec)
+    wanted = _DEFAULT if options is None else options
+    with state.consensus.call(operation) as call:
+        # A plan exists for dense values alone
+        if key is None and call.reserve(has_slices, value):
+            return reduce_slices(
+                state,
                 operation,
-                key,
-                lambda: self._plan(operation, reduce_op, value, wanted, is_own=is_own),
-                lambda plan, given: self._execute(plan, given, prepare),
+                reduce_op,
+                value,
+                wanted,
+                lambda op, dense: all_reduce(
+                    state, operation, op, dense, options, reduction
+                ),
             )
-
-    def _plan(
-        self,
-        operation: str,
-        reduce_op: ReduceOp | str,
-        value: Any,
-        options: CommunicationOptions,
-        *,
-        is_own: bool,
-    ) -> tuple[ReducePlan, list[Any], list[Any]]:
-        """Return the plan of a reduction, the leaves, and the leaves as arrays.
-
-        `is_own`: whether no function of a user's class reduces them.
-        """
-        op = ReduceOp.parse(reduce_op)
-        leaves, spec, given = self._take(value, options)
-        require_reducible(op, given, spec)
-        agreed = (("reduce_op", op.name), *option_fields(options))
-        signature = CallSignature(operation, agreed, spec, describe(given))
-        call = self._consensus.call(signature, options.timeout_seconds)
-        structure = Structure.of(spec, leaves)
-        is_packed = is_own and self.fits(op, given, options)
-        plan = self.plan(call, op, options, structure, given, is_packed)
-        if is_own and op.adds and not is_packed:
-            plan = plan._replace(sums=self._plan_sums(op, given, options))
-        return plan, leaves, given
-
-    def _execute(
-        self,
-        plan: ReducePlan,
-        given: Sequence[Any],
-        prepare: Reduction | None = None,
-    ) -> list[Any]:
-        """Return the reductions of the leaves, once the ranks agree. Collective.
-
-        Args:
-          plan: of the call.
-          given: arrays, or numbers if the plan was known.
-          prepare: prepares the reduction to use instead of transports.
-        """
-        if plan.packs:
-            return self.reduce_packed(plan, given)
-        # Plain numbers become arrays only here: the packed path takes them as they are.
-        values = [a if hasattr(a, "dtype") else np.asarray(a) for a in given]
-        if prepare is None:
-            prepare = functools.partial(self.prepare, plan=plan.sums)
-        return self.reduce_large(plan.call, plan.op, values, plan.options, prepare)
-
-    # Small arrays: they travel with the comparison of the calls
-
-    def fits(
-        self, op: ReduceOp, given: Sequence[Any], options: CommunicationOptions
-    ) -> bool:
-        """Return whether the ranks can exchange arrays with the comparison of calls.
-
-        The result is the same on all ranks.
-        """
-        # What fits on a page beside the call signature: see `Comparison`.
-        limit = self._consensus.comparison.payload_bytes
-        if self._size == 1:
-            limit = _ALONE_BYTES
-        if limit == 0 or is_direct(options) or options.compression is not None:
-            return False
-        on_gpu = sum(map(arrays.is_device_array, given))
-        if on_gpu:  # each has to be copied twice
-            # Down to the host, and up again.
-            limit = min(limit, _GPU_BYTES)
-        if on_gpu > _GPU_ARRAYS or (on_gpu and self._size == 1):
-            return False
-        return arithmetic.bound_bytes(op, given) <= limit
-
-    def plan(
-        self,
-        call: Call,
-        op: ReduceOp,
-        options: CommunicationOptions,
-        structure: Structure,
-        given: Sequence[Any],
-        is_packed: bool = True,
-    ) -> ReducePlan:
-        """Return the plan of a reduction whose arguments have been checked.
-
-        Args:
-          call: what the ranks agree on.
-          op: the reduction.
-          options: see `CommunicationOptions`.
-          structure: of the value.
-          given: the leaves as arrays.
-          is_packed: whether they travel with the comparison; see `fits`.
-        """
-        packs = _make_packs(op, given) if is_packed else []
-        pages, comparison = None, self._consensus.comparison
-        # One rank has no pages to share; it fills arrays of its own.
-        if packs and self._size > 1 and isinstance(comparison, PayloadComparison):
-            pages = comparison.pages([(pack.dtype, pack.shape) for pack in packs])
-        combine = functools.partial(arithmetic.combine_in_order, op)
-        return ReducePlan(
-            call,
-            op,
-            options,
-            structure,
-            packs,
-            pages,
-            has_integers=arithmetic.may_not_fit(op, [a.dtype for a in given]),
-            is_on_gpu=any(map(arrays.is_device_array, given)),
-            combine=arithmetic.add_in_order if op.adds else combine,
-            divisor=self._size if op is ReduceOp.MEAN else 0,
+        is_own = reduction is None
+        return state.plans.run_first(
+            operation,
+            key,
+            lambda: _plan(state, operation, reduce_op, value, wanted, is_own=is_own),
+            lambda plan, given: _execute(state, plan, given, reduction),
         )
 
-    def reduce_packed(self, plan: ReducePlan, given: Sequence[Any]) -> list[Any]:
-        """Return reductions of leaves sent with the comparison. Collective."""
 
-        def fill(pages: Sequence[Any]) -> bool:
-            """Write this rank's packs; return whether their sums may overflow."""
-            # One copy for all GPU arrays, before the ranks wait for each other.
-            host = self._copies.down(given) if plan.is_on_gpu else given
-            for pack, page in zip(plan.packs, pages):
-                pack.fill(page, host)
-            return plan.has_integers and any(
-                arithmetic.may_overflow(page, self._size) for page in pages
-            )
+def _plan(
+    state: State,
+    operation: str,
+    reduce_op: ReduceOp | str,
+    value: Any,
+    options: CommunicationOptions,
+    *,
+    is_own: bool,
+) -> tuple[ReducePlan, list[Any], list[Any]]:
+    """Return the plan of a reduction, the leaves, and the leaves as arrays.
 
-        results: list[Any] = [None] * len(given)
-        with plan.call as call:
-            if plan.pages is None:  # of one rank
-                # Converted and packed as many ranks do it, which gives their dtypes
-                alone = [np.empty(pack.shape, pack.dtype) for pack in plan.packs]
-                fill(alone)
-                parts: Sequence[Sequence[Any]] = [(a,) for a in alone]
-            else:
-                parts = call.exchange(plan.pages, fill)
-            # Views of shared pages, valid until the next agreement: totals are our own
-            for pack, everyone in zip(plan.packs, parts):
-                total = plan.combine(everyone)
-                if plan.divisor:
-                    total /= plan.divisor
-                if pack.dtype != pack.out:
-                    total = total.astype(pack.out)
-                pack.take_apart(total, results)
-            # If any rank's flag is set, all ranks check
-            if plan.has_integers and (
-                plan.op is ReduceOp.PRODUCT or self._consensus.comparison.is_any_large
-            ):
-                self._require_fit(plan, parts, results)
-            return self._copies.up(results, given) if plan.is_on_gpu else results
+    `is_own`: whether no function of a user's class reduces them.
+    """
+    op = ReduceOp.parse(reduce_op)
+    leaves, spec, given = take(state, value, options)
+    require_reducible(op, given, spec)
+    agreed = (("reduce_op", op.name), *option_fields(options))
+    signature = CallSignature(operation, agreed, spec, describe(given))
+    call = state.consensus.call(signature, options.timeout_seconds)
+    structure = Structure.of(spec, leaves)
+    is_packed = is_own and fits(state, op, given, options)
+    plan = plan_reduction(state, call, op, options, structure, given, is_packed)
+    if is_own and op.adds and not is_packed:
+        plan = plan._replace(sums=_plan_sums(state, op, given, options))
+    return plan, leaves, given
 
-    def _require_fit(
-        self, plan: ReducePlan, parts: Sequence[Any], results: Sequence[Any]
-    ) -> None:
-        """Raise, on all ranks, if integers have overflowed in packs. Collective."""
-        contributions = []
-        for rank in range(self._size):
-            contribution: list[Any] = [None] * len(results)
-            for pack, everyone in zip(plan.packs, parts):
-                pack.take_apart(everyone[rank], contribution)
-            contributions.append(contribution)
-        pairs = list(zip(results, zip(*contributions)))
-        is_product = plan.op is ReduceOp.PRODUCT
-        check = arithmetic.check_product if is_product else arithmetic.check_sum
-        with self._consensus.same_on_all():
-            check_each(pairs, plan.structure.spec, check)
 
-    # Large arrays: reserve, compare, move
+def _execute(
+    state: State,
+    plan: ReducePlan,
+    given: Sequence[Any],
+    reduction: Reduction | None = None,
+) -> list[Any]:
+    """Return the reductions of the leaves, once the ranks agree. Collective.
 
-    def reduce_large(
-        self,
-        call: Call,
-        op: ReduceOp,
-        values: Sequence[Any],
-        options: CommunicationOptions,
-        prepare: Reduction | None = None,
-    ) -> list[Any]:
-        """Return the reductions of arrays that were checked before. Collective.
+    Args:
+      state: of the strategy.
+      plan: of the call.
+      given: arrays, or numbers if the plan was known.
+      reduction: prepares the reduction to use instead of transports.
+    """
+    if plan.packs:
+        return reduce_packed(state, plan, given)
+    # Plain numbers become arrays only here: the packed path takes them as they are.
+    values = [a if hasattr(a, "dtype") else np.asarray(a) for a in given]
+    if reduction is None:
+        reduction = functools.partial(prepare, state, plan=plan.sums)
+    return reduce_large(state, plan.call, plan.op, values, plan.options, reduction)
 
-        Args:
-          call: what the ranks agree on.
-          op: the operation.
-          values: the arrays.
-          options: see `CommunicationOptions`.
-          prepare: prepares the reduction; by default `prepare`.
-        """
-        with call:
-            address, move = call.reserve(prepare or self.prepare, op, values, options)
-            return move(call.agree(address))
 
-    def prepare(
-        self,
-        op: ReduceOp,
-        values: Sequence[Any],
-        options: CommunicationOptions,
-        prepare_sums: Summation | None = None,
-        is_sum: bool = True,
-        plan: SumPlan | None = None,
-    ) -> Prepared:
-        """Prepare the reduction of arrays that were checked before. Not collective.
+# Small arrays: they travel with the comparison of the calls
 
-        All memory is reserved here, where a failure of one rank can still be reported.
 
-        Args:
-          op: the operation.
-          values: the arrays.
-          options: see `CommunicationOptions`.
-          prepare_sums: replaces transports for SUM and MEAN.
-          is_sum: whether it adds; else the result may be any integers.
-          plan: of SUM and MEAN by transports; None makes one.
+def fits(
+    state: State, op: ReduceOp, given: Sequence[Any], options: CommunicationOptions
+) -> bool:
+    """Return whether the ranks can exchange arrays with the comparison of calls.
 
-        Returns: see `Prepared`. What moves the data raises, on all ranks, ArgumentError
-          for integers that do not fit their dtype.
-        """
-        if plan is None and not op.adds:
-            packs = self._combinations.reserve(op, values, options)
-            return 0, lambda _: self._combinations.combine(op, packs, values, options)
-        sums = plan or self._plan_sums(op, values, options, is_sum)
-        # Transports take contiguous and aligned arrays, as nearly all are.
-        partial = [
-            a
-            if type(a) is np.ndarray and a.dtype == dtype and a.flags.carray
-            else arithmetic.contiguous(a, dtype)
-            for a, dtype in zip(values, sums.sends)
-        ]
-        # Results whose dtype is narrower than that of the totals
-        narrow = [
-            (j, self._results.empty(partial[j].size, partial[j], sums.out[j]))
-            for j in sums.narrow
-        ]
-        # The flag "may overflow" is added along with the arrays, without an extra
-        # round.
-        if sums.is_checked:
-            partial.append(self._count_large(partial))
-        address = 0
-        if prepare_sums is None:
-            prepare_sums = self.prepare_sums
-            if self._symmetric.regions:
-                address = self._address_of(partial, options)
-        if address:
-            sum_here = self._prepare_symmetric(partial, options)
-        elif plan is None:
-            sum_here = prepare_sums(partial, options)
+    The result is the same on all ranks.
+    """
+    # What fits on a page beside the call signature: see `Comparison`.
+    limit = state.consensus.comparison.payload_bytes
+    if state.size == 1:
+        limit = _ALONE_BYTES
+    if limit == 0 or is_direct(options) or options.compression is not None:
+        return False
+    on_gpu = sum(map(arrays.is_device_array, given))
+    if on_gpu:  # each has to be copied twice
+        # Down to the host, and up again.
+        limit = min(limit, _GPU_BYTES)
+    if on_gpu > _GPU_ARRAYS or (on_gpu and state.size == 1):
+        return False
+    return arithmetic.bound_bytes(op, given) <= limit
+
+
+def plan_reduction(
+    state: State,
+    call: Call,
+    op: ReduceOp,
+    options: CommunicationOptions,
+    structure: Structure,
+    given: Sequence[Any],
+    is_packed: bool = True,
+) -> ReducePlan:
+    """Return the plan of a reduction whose arguments have been checked.
+
+    Args:
+      state: of the strategy.
+      call: what the ranks agree on.
+      op: the reduction.
+      options: see `CommunicationOptions`.
+      structure: of the value.
+      given: the leaves as arrays.
+      is_packed: whether they travel with the comparison; see `fits`.
+    """
+    packs = _make_packs(op, given) if is_packed else []
+    pages, comparison = None, state.consensus.comparison
+    # One rank has no pages to share; it fills arrays of its own.
+    if packs and state.size > 1 and isinstance(comparison, PayloadComparison):
+        pages = comparison.pages([(pack.dtype, pack.shape) for pack in packs])
+    combine = functools.partial(arithmetic.combine_in_order, op)
+    return ReducePlan(
+        call,
+        op,
+        options,
+        structure,
+        packs,
+        pages,
+        has_integers=arithmetic.may_not_fit(op, [a.dtype for a in given]),
+        is_on_gpu=any(map(arrays.is_device_array, given)),
+        combine=arithmetic.add_in_order if op.adds else combine,
+        divisor=state.size if op is ReduceOp.MEAN else 0,
+    )
+
+
+def reduce_packed(state: State, plan: ReducePlan, given: Sequence[Any]) -> list[Any]:
+    """Return reductions of leaves sent with the comparison. Collective."""
+
+    def fill(pages: Sequence[Any]) -> bool:
+        """Write this rank's packs; return whether their sums may overflow."""
+        # One copy for all GPU arrays, before the ranks wait for each other.
+        host = state.copies.down(given) if plan.is_on_gpu else given
+        for pack, page in zip(plan.packs, pages):
+            pack.fill(page, host)
+        return plan.has_integers and any(
+            arithmetic.may_overflow(page, state.size) for page in pages
+        )
+
+    results: list[Any] = [None] * len(given)
+    with plan.call as call:
+        if plan.pages is None:  # of one rank
+            # Converted and packed as many ranks do it, which gives their dtypes
+            alone = [np.empty(pack.shape, pack.dtype) for pack in plan.packs]
+            fill(alone)
+            parts: Sequence[Sequence[Any]] = [(a,) for a in alone]
         else:
-            sum_here = self.prepare_sums(partial, options, packs=plan.packs)
-
-        def move(is_symmetric: bool) -> list[Any]:
-            if address and not is_symmetric:
-                # Other ranks have passed other arrays, which are not symmetric to these
-                totals = prepare_sums(partial, options)()
-            else:
-                totals = sum_here()
-            if sums.is_checked:
-                self._check_integers(partial, totals, options, prepare_sums)
-                del totals[-1]  # the flag is not a result
-            if op is ReduceOp.MEAN or narrow:
-                arithmetic.finish(op, totals, narrow, self._size)
-            return totals
-
-        return address, move
-
-    def _plan_sums(
-        self,
-        op: ReduceOp,
-        values: Sequence[Any],
-        options: CommunicationOptions,
-        is_sum: bool = True,
-    ) -> SumPlan:
-        """Return how arrays like these are summed over all ranks.
-
-        With compression, arrays on GPUs are sent in the narrower dtype. Those on the
-        host keep theirs until they are sent to other nodes: see `_SumPack.wire`.
-        """
-        compression = options.compression if self._size > 1 else None
-        on_gpu = [arrays.is_device_array(a) for a in values]
-        out, sends = arithmetic.dtypes_to_add(op, [a.dtype for a in values])
-        if compression is not None:
-            sends = out
-            if any(on_gpu):
-                sends = [arithmetic.wire_dtype(dtype, compression) for dtype in out]
-        totals = map(arrays.accumulator_dtype, sends)
-        narrow = [j for j, total in enumerate(totals) if total != out[j]]
-        is_checked = is_sum and self._size > 1 and arithmetic.is_integer_sum(op, out)
-        kinds = list(zip(sends, on_gpu))
-        shapes = [tuple(a.shape) for a in values]
-        if is_checked:
-            kinds.append((_FLAG, False))
-            shapes.append((1,))
-        packs = self._divide(kinds, shapes, options)
-        return SumPlan(out, sends, narrow, is_checked, packs)
-
-    def _divide(
-        self,
-        kinds: Sequence[Kind],
-        shapes: Sequence[tuple[int, ...]],
-        options: CommunicationOptions,
-        transport: Transport | None = None,
-    ) -> list[_SumPack]:
-        """Return the packs of arrays, given their kinds and shapes.
-
-        `transport` adds them if it can; else the one that the options ask for.
-        """
-        if self._size == 1:
-            return []
-        sizes = list(map(math.prod, shapes))
-        sizes_bytes = [n * dtype.itemsize for n, (dtype, _) in zip(sizes, kinds)]
-        packs = []
-        for members in packing.groups(kinds, sizes_bytes, options.bytes_per_pack):
-            kind = kinds[members[0]]
-            size = sum(sizes[j] for j in members)
-            # Sums of 16-bit floats are accumulated in float32; see
-            # `Transport.allreduce`.
-            total = arrays.accumulator_dtype(kind[0])
-            adder = self._narrowing(kind, options)
-            wire = None
-            if adder is not None:
-                wire = arithmetic.wire_dtype(kind[0], options.compression)
-            else:
-                size_bytes = size * total.itemsize
-                adder = self._transport_for(kind, size_bytes, options, transport)
-            inside = [shapes[j] for j in members]
-            packs.append(_SumPack(members, inside, size, total, adder, wire))
-        return packs
-
-    def _narrowing(self, kind: Kind, options: CommunicationOptions) -> Transport | None:
-        """Return the transport that compresses arrays, if requested."""
-        dtype, is_device = kind
-        # Integers and 16-bit numbers would not become narrower.
-        is_wide = dtype.kind == "f" and dtype.itemsize > 2
-        if options.compression is None or is_device or not is_wide:
-            return None
-        return self._transports.narrowing(
-            implementation_of(options), options.reproducible
-        )
-
-    def _transport_for(
-        self,
-        kind: Kind,
-        size_bytes: int,
-        options: CommunicationOptions,
-        transport: Transport | None,
-    ) -> Transport:
-        dtype, is_device = kind
-        is_ordered = options.reproducible or arrays.is_float16(dtype)
-        # A transport that was chosen for all is replaced where it cannot do this pack.
-        if (
-            transport is None
-            or transport.device != is_device
-            or (is_ordered and not transport.is_ordered)
+            parts = call.exchange(plan.pages, fill)
+        # Views of shared pages, valid until the next agreement: totals are our own
+        for pack, everyone in zip(plan.packs, parts):
+            total = plan.combine(everyone)
+            if plan.divisor:
+                total /= plan.divisor
+            if pack.dtype != pack.out:
+                total = total.astype(pack.out)
+            pack.take_apart(total, results)
+        # If any rank's flag is set, all ranks check
+        if plan.has_integers and (
+            plan.op is ReduceOp.PRODUCT or state.consensus.comparison.is_any_large
         ):
-            choice = self._transports.pick(
-                implementation_of(options), is_ordered, is_device
+            _require_fit(state, plan, parts, results)
+        return state.copies.up(results, given) if plan.is_on_gpu else results
+
+
+def _require_fit(
+    state: State, plan: ReducePlan, parts: Sequence[Any], results: Sequence[Any]
+) -> None:
+    """Raise, on all ranks, if integers have overflowed in packs. Collective."""
+    contributions = []
+    for rank in range(state.size):
+        contribution: list[Any] = [None] * len(results)
+        for pack, everyone in zip(plan.packs, parts):
+            pack.take_apart(everyone[rank], contribution)
+        contributions.append(contribution)
+    pairs = list(zip(results, zip(*contributions)))
+    is_product = plan.op is ReduceOp.PRODUCT
+    check = arithmetic.check_product if is_product else arithmetic.check_sum
+    with state.consensus.same_on_all():
+        check_each(pairs, plan.structure.spec, check)
+
+
+# Large arrays: reserve, compare, move
+
+
+def reduce_large(
+    state: State,
+    call: Call,
+    op: ReduceOp,
+    values: Sequence[Any],
+    options: CommunicationOptions,
+    reduction: Reduction | None = None,
+) -> list[Any]:
+    """Return the reductions of arrays that were checked before. Collective.
+
+    Args:
+      state: of the strategy.
+      call: what the ranks agree on.
+      op: the operation.
+      values: the arrays.
+      options: see `CommunicationOptions`.
+      reduction: prepares the reduction; by default `prepare`.
+    """
+    with call:
+        address, move = call.reserve(
+            reduction or functools.partial(prepare, state), op, values, options
+        )
+        return move(call.agree(address))
+
+
+def prepare(
+    state: State,
+    op: ReduceOp,
+    values: Sequence[Any],
+    options: CommunicationOptions,
+    summation: Summation | None = None,
+    is_sum: bool = True,
+    plan: SumPlan | None = None,
+) -> Prepared:
+    """Prepare the reduction of arrays that were checked before. Not collective.
+
+    All memory is reserved here, where a failure of one rank can still be reported.
+
+    Args:
+      state: of the strategy.
+      op: the operation.
+      values: the arrays.
+      options: see `CommunicationOptions`.
+      summation: replaces transports for SUM and MEAN.
+      is_sum: whether it adds; else the result may be any integers.
+      plan: of SUM and MEAN by transports; None makes one.
+
+    Returns: see `Prepared`. What moves the data raises, on all ranks, ArgumentError
+      for integers that do not fit their dtype.
+    """
+    if plan is None and not op.adds:
+        packs = reserve_combination(state, op, values, options)
+        return 0, lambda _: combine(state, op, packs, values, options)
+    sums = plan or _plan_sums(state, op, values, options, is_sum)
+    # Transports take contiguous and aligned arrays, as nearly all are.
+    partial = [
+        a
+        if type(a) is np.ndarray and a.dtype == dtype and a.flags.carray
+        else arithmetic.contiguous(a, dtype)
+        for a, dtype in zip(values, sums.sends)
+    ]
+    # Results whose dtype is narrower than that of the totals
+    narrow = [
+        (j, state.results.empty(partial[j].size, partial[j], sums.out[j]))
+        for j in sums.narrow
+    ]
+    # The flag "may overflow" is added along with the arrays
+    if sums.is_checked:
+        partial.append(_count_large(state, partial))
+    address = 0
+    if summation is None:
+        summation = functools.partial(prepare_sums, state)
+        if state.symmetric.regions:
+            address = _address_of(state, partial, options)
+    if address:
+        sum_here = _prepare_symmetric(state, partial, options)
+    elif plan is None:
+        sum_here = summation(partial, options)
+    else:
+        sum_here = prepare_sums(state, partial, options, packs=plan.packs)
+
+    def move(is_symmetric: bool) -> list[Any]:
+        if address and not is_symmetric:
+            # Other ranks have passed other arrays, which are not symmetric to these
+            totals = summation(partial, options)()
+        else:
+            totals = sum_here()
+        if sums.is_checked:
+            _check_integers(state, partial, totals, options, summation)
+            del totals[-1]  # the flag is not a result
+        if op is ReduceOp.MEAN or narrow:
+            arithmetic.finish(op, totals, narrow, state.size)
+        return totals
+
+    return address, move
+
+
+def _plan_sums(
+    state: State,
+    op: ReduceOp,
+    values: Sequence[Any],
+    options: CommunicationOptions,
+    is_sum: bool = True,
+) -> SumPlan:
+    """Return how arrays like these are summed over all ranks.
+
+    With compression, arrays on GPUs are sent in the narrower dtype. Those on the
+    host keep theirs until they are sent to other nodes: see `_SumPack.wire`.
+    """
+    compression = options.compression if state.size > 1 else None
+    on_gpu = [arrays.is_device_array(a) for a in values]
+    out, sends = arithmetic.dtypes_to_add(op, [a.dtype for a in values])
+    if compression is not None:
+        sends = out
+        if any(on_gpu):
+            sends = [arithmetic.wire_dtype(dtype, compression) for dtype in out]
+    totals = map(arrays.accumulator_dtype, sends)
+    narrow = [j for j, total in enumerate(totals) if total != out[j]]
+    is_checked = is_sum and state.size > 1 and arithmetic.is_integer_sum(op, out)
+    kinds = list(zip(sends, on_gpu))
+    shapes = [tuple(a.shape) for a in values]
+    if is_checked:
+        kinds.append((_FLAG, False))
+        shapes.append((1,))
+    packs = _divide(state, kinds, shapes, options)
+    return SumPlan(out, sends, narrow, is_checked, packs)
+
+
+def _divide(
+    state: State,
+    kinds: Sequence[Kind],
+    shapes: Sequence[tuple[int, ...]],
+    options: CommunicationOptions,
+    transport: Transport | None = None,
+) -> list[_SumPack]:
+    """Return the packs of arrays, given their kinds and shapes.
+
+    `transport` adds them if it can; else the one that the options ask for.
+    """
+    if state.size == 1:
+        return []
+    sizes = list(map(math.prod, shapes))
+    sizes_bytes = [n * dtype.itemsize for n, (dtype, _) in zip(sizes, kinds)]
+    packs = []
+    for members in packing.groups(kinds, sizes_bytes, options.bytes_per_pack):
+        kind = kinds[members[0]]
+        size = sum(sizes[j] for j in members)
+        # Sums of 16-bit floats are accumulated in float32; see
+        # `Transport.allreduce`.
+        total = arrays.accumulator_dtype(kind[0])
+        adder = _narrowing(state, kind, options)
+        wire = None
+        if adder is not None:
+            wire = arithmetic.wire_dtype(kind[0], options.compression)
+        else:
+            size_bytes = size * total.itemsize
+            adder = _transport_for(state, kind, size_bytes, options, transport)
+        inside = [shapes[j] for j in members]
+        packs.append(_SumPack(members, inside, size, total, adder, wire))
+    return packs
+
+
+def _narrowing(
+    state: State, kind: Kind, options: CommunicationOptions
+) -> Transport | None:
+    """Return the transport that compresses arrays, if requested."""
+    dtype, is_device = kind
+    # Integers and 16-bit numbers would not become narrower.
+    is_wide = dtype.kind == "f" and dtype.itemsize > 2
+    if options.compression is None or is_device or not is_wide:
+        return None
+    return state.transports.narrowing(implementation_of(options), options.reproducible)
+
+
+def _transport_for(
+    state: State,
+    kind: Kind,
+    size_bytes: int,
+    options: CommunicationOptions,
+    transport: Transport | None,
+) -> Transport:
+    dtype, is_device = kind
+    is_ordered = options.reproducible or arrays.is_float16(dtype)
+    # A transport that was chosen for all is replaced where it cannot do this pack.
+    if (
+        transport is None
+        or transport.device != is_device
+        or (is_ordered and not transport.is_ordered)
+    ):
+        choice = state.transports.pick(
+            implementation_of(options), is_ordered, is_device
+        )
+        return choice.for_size("allreduce", size_bytes)
+    return transport
+
+
+def prepare_sums(
+    state: State,
+    values: Sequence[Any],
+    options: CommunicationOptions,
+    transport: Transport | None = None,
+    packs: Sequence[_SumPack] | None = None,
+) -> Callable[[], list[Any]]:
+    """Reserve memory; return what sums contiguous arrays over all ranks.
+
+    The sums are arrays of our own. float16 and bfloat16 are added up in float32,
+    which the sums have then. Not collective; what it returns is.
+
+    Args:
+      state: of the strategy.
+      values: contiguous arrays.
+      options: see `CommunicationOptions`.
+      transport: adds them, if it can.
+      packs: of these arrays; None makes them.
+    """
+    # A copy: results never alias arguments.
+    if state.size == 1:
+        copies = [value.copy() for value in values]
+        return lambda: copies
+    if packs is None:
+        kinds = list(map(packing.kind_of, values))
+        shapes = [tuple(a.shape) for a in values]
+        packs = _divide(state, kinds, shapes, options, transport)
+    chosen, empty = packs, state.results.empty
+    memory = [empty(p.size, values[p.members[0]], p.dtype) for p in packs]
+
+    def sum_here() -> list[Any]:
+        timeout = options.timeout_seconds
+        deadline = None if timeout is None else deadline_of(options)
+        totals: list[Any] = [None] * len(values)
+        for pack, total in zip(chosen, memory):
+            _sum_pack(state, pack, [values[j] for j in pack.members], total, deadline)
+            if len(pack.members) == 1:
+                totals[pack.members[0]] = total.reshape(pack.shapes[0])
+                continue
+            for j, part in zip(pack.members, packing.unpack(total, pack.shapes)):
+                totals[j] = part
+        return totals
+
+    return sum_here
+
+
+def _sum_pack(
+    state: State,
+    pack: _SumPack,
+    sends: Sequence[Any],
+    total: Any,
+    deadline: float | None,
+) -> None:
+    """Put the sums of arrays of one dtype into their memory."""
+    transport, dtype = pack.transport, sends[0].dtype
+    state.transports.count(transport.name, total.nbytes)
+    transport.allreduce(sends, total, deadline, pack.wire)
+    # Totals may have been narrow on the way, so all are
+    if pack.wire is None and dtype != pack.dtype:
+        arithmetic.round_to(dtype, total)
+
+
+def _address_of(
+    state: State, values: Sequence[Any], options: CommunicationOptions
+) -> int:
+    """Return `SymmetricMemory.place_of` if it helps that arrays are symmetric."""
+    in_node = state.transports.intra_node
+    # In-place reduction only helps where the transport is the node's own and
+    # numbers keep their width.
+    if in_node is None or is_direct(options) or options.compression:
+        return 0
+    # Reproducible sums need the order of the ranks, which not every transport
+    # keeps.
+    if state.size == 1 or (options.reproducible and not in_node.is_ordered):
+        return 0
+    return state.symmetric.place_of(values)
+
+
+def _prepare_symmetric(
+    state: State, values: Sequence[Any], options: CommunicationOptions
+) -> Callable[[], list[Any]]:
+    """Like `prepare_sums`; symmetric arrays are added where they lie."""
+    in_node = state.transports.intra_node
+    assert in_node is not None
+    # By their number, the arrays of all ranks of the node
+    found = enumerate(map(state.symmetric.everyone, values))
+    near = {j: everyone for j, everyone in found if everyone is not None}
+    far = [j for j in range(len(values)) if j not in near]
+    sum_far = prepare_sums(state, [values[j] for j in far], options)
+    sums = {
+        j: state.results.empty(values[j].size, values[j], _total_dtype(values[j]))
+        for j in near
+    }
+
+    def sum_here() -> list[Any]:
+        totals = dict(zip(far, sum_far()))
+        state.transports.count(in_node.name, sum(a.nbytes for a in sums.values()))
+        in_node.allreduce_symmetric(
+            list(near.values()), list(sums.values()), deadline_of(options)
+        )
+        for j, total in sums.items():
+            totals[j] = total.reshape(values[j].shape)
+        return [totals[j] for j in range(len(values))]
+
+    return sum_here
+
+
+def _count_large(state: State, partial: Sequence[Any]) -> Any:
+    """Return 1 if sums of integers over all ranks may overflow, else 0.
+
+    Ranks add it along with the arrays. (It is a float, so that it is not packed
+    with large integer arrays.)
+    """
+    is_large = any(arithmetic.may_overflow(a, state.size) for a in partial)
+    return np.array([is_large], _FLAG)
+
+
+def _check_integers(
+    state: State,
+    partial: Sequence[Any],
+    totals: list[Any],
+    options: CommunicationOptions,
+    summation: Summation,
+) -> None:
+    """Raise, on all ranks, if sums of integers do not fit. Collective.
+
+    Only if some rank has large integers, all are added again in float64.
+
+    Args:
+      state: of the strategy.
+      partial: the summands; the last one is the result of `_count_large`.
+      totals: the sums; those of narrow dtypes are replaced by exact ones.
+      options: see `CommunicationOptions`.
+      summation: prepares sums of arrays.
+    """
+    # The total of all ranks' flags: zero on all or none, so all return here
+    # together.
+    if not totals[-1][0]:
+        return
+    integers = [j for j, a in enumerate(partial) if a.dtype.kind in "iu"]
+    with state.consensus.call("a sum of large integers") as call:
+        sum_wide = call.reserve(
+            lambda: summation(
+                [partial[j].astype(np.float64) for j in integers], options
             )
-            return choice.for_size("allreduce", size_bytes)
-        return transport
+        )
+        call.agree()
+        wide = sum_wide()
 
-    def prepare_sums(
-        self,
-        values: Sequence[Any],
-        options: CommunicationOptions,
-        transport: Transport | None = None,
-        packs: Sequence[_SumPack] | None = None,
-    ) -> Callable[[], list[Any]]:
-        """Reserve memory; return what sums contiguous arrays over all ranks.
+        def check() -> None:
+            for j, rough in zip(integers, wide, strict=True):
+                dtype = partial[j].dtype
+                if dtype.itemsize < 8:  # exact; Open MPI saturates sums of few bits
+                    totals[j] = rough.astype(np.int64).astype(dtype)
+                name = "value" if len(partial) == 2 else f"array {j} of the value"
+                what = f"the sum of {name} over all replicas"
+                arithmetic.require_fit(totals[j], rough, what)
 
-        The sums are arrays of our own. float16 and bfloat16 are added up in float32,
-        which the sums have then. Not collective; what it returns is.
-
-        Args:
-          values: contiguous arrays.
-          options: see `CommunicationOptions`.
-          transport: adds them, if it can.
-          packs: of these arrays; None makes them.
-        """
-        # A copy: results never alias arguments.
-        if self._size == 1:
-            copies = [value.copy() for value in values]
-            return lambda: copies
-        if packs is None:
-            kinds = list(map(packing.kind_of, values))
-            shapes = [tuple(a.shape) for a in values]
-            packs = self._divide(kinds, shapes, options, transport)
-        chosen, empty = packs, self._results.empty
-        memory = [empty(p.size, values[p.members[0]], p.dtype) for p in packs]
-
-        def sum_here() -> list[Any]:
-            timeout = options.timeout_seconds
-            deadline = None if timeout is None else deadline_of(options)
-            totals: list[Any] = [None] * len(values)
-            for pack, total in zip(chosen, memory):
-                self._sum_pack(pack, [values[j] for j in pack.members], total, deadline)
-                if len(pack.members) == 1:
-                    totals[pack.members[0]] = total.reshape(pack.shapes[0])
-                    continue
-                for j, part in zip(pack.members, packing.unpack(total, pack.shapes)):
-                    totals[j] = part
-            return totals
-
-        return sum_here
-
-    def _sum_pack(
-        self,
-        pack: _SumPack,
-        sends: Sequence[Any],
-        total: Any,
-        deadline: float | None,
-    ) -> None:
-        """Put the sums of arrays of one dtype into their memory."""
-        transport, dtype = pack.transport, sends[0].dtype
-        self._transports.count(transport.name, total.nbytes)
-        transport.allreduce(sends, total, deadline, pack.wire)
-        # Totals may have been narrow on the way, so all are
-        if pack.wire is None and dtype != pack.dtype:
-            arithmetic.round_to(dtype, total)
-
-    def _address_of(self, values: Sequence[Any], options: CommunicationOptions) -> int:
-        """Return `SymmetricMemory.place_of` if it helps that arrays are symmetric."""
-        in_node = self._transports.intra_node
-        # In-place reduction only helps where the transport is the node's own and
-        # numbers keep their width.
-        if in_node is None or is_direct(options) or options.compression:
-            return 0
-        # Reproducible sums need the order of the ranks, which not every transport
-        # keeps.
-        if self._size == 1 or (options.reproducible and not in_node.is_ordered):
-            return 0
-        return self._symmetric.place_of(values)
-
-    def _prepare_symmetric(
-        self, values: Sequence[Any], options: CommunicationOptions
-    ) -> Callable[[], list[Any]]:
-        """Like `prepare_sums`; symmetric arrays are added where they lie."""
-        in_node = self._transports.intra_node
-        assert in_node is not None
-        # By their number, the arrays of all ranks of the node
-        found = enumerate(map(self._symmetric.everyone, values))
-        near = {j: everyone for j, everyone in found if everyone is not None}
-        far = [j for j in range(len(values)) if j not in near]
-        sum_far = self.prepare_sums([values[j] for j in far], options)
-        sums = {
-            j: self._results.empty(values[j].size, values[j], _total_dtype(values[j]))
-            for j in near
-        }
-
-        def sum_here() -> list[Any]:
-            totals = dict(zip(far, sum_far()))
-            self._transports.count(in_node.name, sum(a.nbytes for a in sums.values()))
-            in_node.allreduce_symmetric(
-                list(near.values()), list(sums.values()), deadline_of(options)
-            )
-            for j, total in sums.items():
-                totals[j] = total.reshape(values[j].shape)
-            return [totals[j] for j in range(len(values))]
-
-        return sum_here
-
-    def _count_large(self, partial: Sequence[Any]) -> Any:
-        """Return 1 if sums of integers over all ranks may overflow, else 0.
-
-        Ranks add it along with the arrays. (It is a float, so that it is not packed
-        with large integer arrays.)
-        """
-        is_large = any(arithmetic.may_overflow(a, self._size) for a in partial)
-        return np.array([is_large], _FLAG)
-
-    def _check_integers(
-        self,
-        partial: Sequence[Any],
-        totals: list[Any],
-        options: CommunicationOptions,
-        prepare: Summation,
-    ) -> None:
-        """Raise, on all ranks, if sums of integers do not fit. Collective.
-
-        Only if some rank has large integers, all are added again in float64.
-
-        Args:
-          partial: the summands; the last one is the result of `_count_large`.
-          totals: the sums; those of narrow dtypes are replaced by exact ones.
-          options: see `CommunicationOptions`.
-          prepare: prepares sums of arrays.
-        """
-        # The total of all ranks' flags: zero on all or none, so all return here
-        # together.
-        if not totals[-1][0]:
-            return
-        integers = [j for j, a in enumerate(partial) if a.dtype.kind in "iu"]
-        with self._consensus.call("a sum of large integers") as call:
-            sum_wide = call.reserve(
-                lambda: prepare(
-                    [partial[j].astype(np.float64) for j in integers], options
-                )
-            )
-            call.agree()
-            wide = sum_wide()
-
-            def check() -> None:
-                for j, rough in zip(integers, wide, strict=True):
-                    dtype = partial[j].dtype
-                    if dtype.itemsize < 8:  # exact; Open MPI saturates sums of few bits
-                        totals[j] = rough.astype(np.int64).astype(dtype)
-                    name = "value" if len(partial) == 2 else f"array {j} of the value"
-                    what = f"the sum of {name} over all replicas"
-                    arithmetic.require_fit(totals[j], rough, what)
-
-            call.finish(check)
+        call.finish(check)
 
 
 def _make_packs(op: ReduceOp, given: Sequence[Any]) -> list[_Pack]:

@@ -11,8 +11,8 @@ from typing import Any
 
 from mpidist.comm import packing
 from mpidist.comm.collectives.arguments import describe_but, option_fields
-from mpidist.comm.collectives.gather import Gathers
-from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.collectives.gather import execute_gather, plan_gather
+from mpidist.comm.collectives.state import State
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, DTypeError
@@ -20,7 +20,7 @@ from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest
 from mpidist.values import IndexedSlices, local_component
 
-__all__ = ["SliceReductions", "has_slices"]
+__all__ = ["has_slices", "reduce_slices"]
 
 
 def has_slices(value: Any) -> bool:
@@ -31,126 +31,110 @@ def has_slices(value: Any) -> bool:
     )
 
 
-class SliceReductions:
-    """The reductions of IndexedSlices of one strategy.
+def reduce_slices(
+    state: State,
+    operation: str,
+    reduce_op: ReduceOp | str,
+    value: Any,
+    options: CommunicationOptions,
+    reduce_dense: Callable[[ReduceOp, list[Any]], list[Any]],
+) -> Any:
+    """Return the reduction of a nest, in which other leaves are arrays. Collective.
 
     Args:
-      consensus: of all ranks.
-      gathers: the gathers.
-      check: raises if no transport can move an array; called with its name.
+      state: of the strategy.
+      operation: the public call that this is.
+      reduce_op: SUM or MEAN, over the replicas.
+      value: the nest.
+      options: see `CommunicationOptions`.
+      reduce_dense: reduces the other leaves. Collective.
     """
+    consensus, name = state.consensus, f"{operation} of IndexedSlices"
 
-    def __init__(
-        self,
-        consensus: Consensus,
-        gathers: Gathers,
-        check: Callable[[Any, str], None],
-    ):
-        self._consensus = consensus
-        self._gathers = gathers
-        self._check = check
-
-    def reduce(
-        self,
-        operation: str,
-        reduce_op: ReduceOp | str,
-        value: Any,
-        options: CommunicationOptions,
-        reduce_dense: Callable[[ReduceOp, list[Any]], list[Any]],
-    ) -> Any:
-        """Return the reduction of a nest, in which other leaves are arrays. Collective.
-
-        Args:
-          operation: the public call that this is.
-          reduce_op: SUM or MEAN, over the replicas.
-          value: the nest.
-          options: see `CommunicationOptions`.
-          reduce_dense: reduces the other leaves. Collective.
-        """
-        consensus, name = self._consensus, f"{operation} of IndexedSlices"
-
-        def prepare() -> tuple[ReduceOp, list[Any], Any, list[int], list[Any]]:
-            op = ReduceOp.parse(reduce_op)
-            if not op.adds:
-                raise ArgumentError(
-                    f"IndexedSlices can be reduced with SUM and MEAN, not {op.name}"
-                )
-            leaves, spec = nest.flatten(nest.map_leaves(local_component, value))
-            sparse = [i for i, a in enumerate(leaves) if isinstance(a, IndexedSlices)]
-            given: list[Any] = []
-            for i in sparse:
-                given += self._take(leaves[i])
-            return op, leaves, spec, sparse, given
-
-        with consensus.call(name) as call:
-            op, leaves, spec, sparse, given = call.reserve(prepare)
-            shapes = tuple(leaves[i].dense_shape for i in sparse)
-            agreed = (
-                ("reduce_op", op.name),
-                ("the structure", str(spec)),
-                ("dense_shape", shapes),
-                *option_fields(options),
-            )
-            # The number of rows may differ between ranks; all other dimensions must
-            # agree.
-            described = describe_but(given, [0] * len(given))
-            signature = CallSignature(name, agreed, nest.flatten(given)[1], described)
-            sparse_call = consensus.call(signature, options.timeout_seconds)
-            plan = self._gathers.plan(sparse_call, given, [0] * len(given), options)
-            gathered = self._gathers.execute(plan, given)
-            results: list[Any] = list(leaves)
-
-            def join() -> None:
-                # Values and indices of each leaf alternate.
-                for i, values, indices in zip(sparse, gathered[::2], gathered[1::2]):
-                    results[i] = self._join(op, leaves[i], values, indices)
-
-            if sum(array.nbytes for array in gathered) < packing.LARGE_BYTES:
-                join()
-            else:
-                call.finish(join)
-        # Outside of the lock, as this is a collective of its own with a lock of its
-        # own.
-        dense = [i for i in range(len(leaves)) if i not in set(sparse)]
-        if dense:
-            reduced = reduce_dense(op, [leaves[i] for i in dense])
-            for i, result in zip(dense, reduced, strict=True):
-                results[i] = result
-        return nest.unflatten(spec, results)
-
-    def _take(self, slices: IndexedSlices) -> Sequence[Any]:
-        """Return values and indices as arrays that fit together."""
-        values = arrays.to_array(slices.values, "values of IndexedSlices")
-        indices = arrays.to_array(slices.indices, "indices of IndexedSlices")
-        self._check(values, "values of IndexedSlices")
-        self._check(indices, "indices of IndexedSlices")
-        if indices.dtype.kind not in "iu":
-            raise DTypeError(
-                f"indices of IndexedSlices must be integers, not {indices.dtype.name}"
-            )
-        arrays.summable(values.dtype, "values of IndexedSlices")
-        if not values.ndim or indices.ndim != 1:
+    def prepare() -> tuple[ReduceOp, list[Any], Any, list[int], list[Any]]:
+        op = ReduceOp.parse(reduce_op)
+        if not op.adds:
             raise ArgumentError(
-                "values of IndexedSlices need a first dimension, of rows, and indices "
-                f"one dimension; not shapes {values.shape} and {indices.shape}"
+                f"IndexedSlices can be reduced with SUM and MEAN, not {op.name}"
             )
-        if len(values) != len(indices):
-            raise ArgumentError(
-                f"IndexedSlices have {len(indices)} indices for {len(values)} rows"
-            )
-        return values, indices
+        leaves, spec = nest.flatten(nest.map_leaves(local_component, value))
+        sparse = [i for i, a in enumerate(leaves) if isinstance(a, IndexedSlices)]
+        given: list[Any] = []
+        for i in sparse:
+            given += _take_slices(state, leaves[i])
+        return op, leaves, spec, sparse, given
 
-    def _join(
-        self, op: ReduceOp, given: IndexedSlices, values: Any, indices: Any
-    ) -> IndexedSlices:
-        if op is ReduceOp.MEAN:
-            out = arrays.mean_dtype(values.dtype)
-            # Each rank's rows are divided by the number of ranks: the sum of rows with
-            # equal indices is the mean.
-            wide = values.astype(arrays.accumulator_dtype(out), copy=False)
-            values = (wide / self._consensus.size).astype(out, copy=False)
-        return IndexedSlices(
-            arrays.like(values, given.values),
-            arrays.like(indices, given.indices),
-            given.dense_shape,
+    with consensus.call(name) as call:
+        op, leaves, spec, sparse, given = call.reserve(prepare)
+        shapes = tuple(leaves[i].dense_shape for i in sparse)
+        agreed = (
+            ("reduce_op", op.name),
+            ("the structure", str(spec)),
+            ("dense_shape", shapes),
+            *option_fields(options),
         )
+        # The number of rows may differ between ranks; all other dimensions must
+        # agree.
+        described = describe_but(given, [0] * len(given))
+        signature = CallSignature(name, agreed, nest.flatten(given)[1], described)
+        sparse_call = consensus.call(signature, options.timeout_seconds)
+        plan = plan_gather(state, sparse_call, given, [0] * len(given), options)
+        gathered = execute_gather(state, plan, given)
+        results: list[Any] = list(leaves)
+
+        def join() -> None:
+            # Values and indices of each leaf alternate.
+            for i, values, indices in zip(sparse, gathered[::2], gathered[1::2]):
+                results[i] = _join(state, op, leaves[i], values, indices)
+
+        if sum(array.nbytes for array in gathered) < packing.LARGE_BYTES:
+            join()
+        else:
+            call.finish(join)
+    # Outside of the lock, as this is a collective of its own with a lock of its
+    # own.
+    dense = [i for i in range(len(leaves)) if i not in set(sparse)]
+    if dense:
+        reduced = reduce_dense(op, [leaves[i] for i in dense])
+        for i, result in zip(dense, reduced, strict=True):
+            results[i] = result
+    return nest.unflatten(spec, results)
+
+
+def _take_slices(state: State, slices: IndexedSlices) -> Sequence[Any]:
+    """Return values and indices as arrays that fit together."""
+    values = arrays.to_array(slices.values, "values of IndexedSlices")
+    indices = arrays.to_array(slices.indices, "indices of IndexedSlices")
+    state.transports.require_reachable(values, "values of IndexedSlices")
+    state.transports.require_reachable(indices, "indices of IndexedSlices")
+    if indices.dtype.kind not in "iu":
+        raise DTypeError(
+            f"indices of IndexedSlices must be integers, not {indices.dtype.name}"
+        )
+    arrays.summable(values.dtype, "values of IndexedSlices")
+    if not values.ndim or indices.ndim != 1:
+        raise ArgumentError(
+            "values of IndexedSlices need a first dimension, of rows, and indices "
+            f"one dimension; not shapes {values.shape} and {indices.shape}"
+        )
+    if len(values) != len(indices):
+        raise ArgumentError(
+            f"IndexedSlices have {len(indices)} indices for {len(values)} rows"
+        )
+    return values, indices
+
+
+def _join(
+    state: State, op: ReduceOp, given: IndexedSlices, values: Any, indices: Any
+) -> IndexedSlices:
+    if op is ReduceOp.MEAN:
+        out = arrays.mean_dtype(values.dtype)
+        # Each rank's rows are divided by the number of ranks: the sum of rows with
+        # equal indices is the mean.
+        wide = values.astype(arrays.accumulator_dtype(out), copy=False)
+        values = (wide / state.consensus.size).astype(out, copy=False)
+    return IndexedSlices(
+        arrays.like(values, given.values),
+        arrays.like(indices, given.indices),
+        given.dense_shape,
+    )

@@ -148,6 +148,11 @@ class Consensus:
         """Whether the ranks can free memory together, in or after `close`."""
         return self._can_drain if self.broken is FINALIZED else self.broken is None
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether all ranks can communicate: none left a call alone, or has died."""
+        return self.broken is None and not self.failures.ranks
+
     def require_open(self) -> None:
         """Raise a ContextError if `close` was called."""
         if self.broken is FINALIZED:
@@ -588,10 +593,9 @@ class Call:
     def __exit__(
         self, kind: object, error: BaseException | None, trace: object
     ) -> None:
-        try:
-            assert error or not self._consensus.reserved, self.signature
-        finally:
-            self._lock.__exit__(kind, error, trace)
+        forgotten = error is None and self._consensus.reserved
+        self._lock.__exit__(kind, error, trace)
+        assert not forgotten, self.signature
 
     def reserve(self, fn: Callable[..., T], *args: Any) -> T:
         """Return `fn(*args)`, which must not communicate.

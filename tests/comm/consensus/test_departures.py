@@ -33,7 +33,7 @@ def reduce(step, timeout=None):
         timeout_seconds=timeout, implementation=implementation
     )
     value = np.full(n, float(step * ranks + rank))
-    reductions = strategy.extended.collectives.reductions
+    reductions = strategy.extended.collectives
     return reductions.all_reduce("reduce", "SUM", value, options)
 
 def steps(skipped):
