@@ -33,6 +33,7 @@ from mpidist.errors import (
 )
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest, validation
+from mpidist.util.available_memory import LINE_BYTES
 from mpidist.util.notices import warn
 from mpidist.util.representation import one_line
 
@@ -239,7 +240,6 @@ _CALL = "GradientBuckets"
 # Collect garbage when this many sides exist, then at twice as many: rarely, since a
 # collection takes milliseconds.
 _COLLECT_AT = 16
-_LINE_BYTES = 64  # each result begins with one
 
 
 class _Side:
@@ -442,7 +442,7 @@ class GradientBuckets:
             self._bucket_bytes = asked or bucket_bytes_of(self._sizes)
             # All results of a step share one allocation, each on its own cache lines.
             self._result_bytes = sum(
-                _LINE_BYTES + size
+                LINE_BYTES + size
                 for a in given
                 for size in result_bytes(
                     self._op, a.dtype, a.size, self._options.compression

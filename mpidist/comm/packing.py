@@ -11,6 +11,7 @@ import numpy as np
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError
 from mpidist.util import validation
+from mpidist.util.available_memory import LINE_BYTES
 from mpidist.util.validation import shown
 
 __all__ = [
@@ -31,7 +32,6 @@ __all__ = [
 # From this size on, ranks agree after they have reserved memory for results whose
 # size they learn late; for less, another round would cost more than it saves
 LARGE_BYTES = 256 << 10
-_LINE_BYTES = 64
 Axis = int | Sequence[int]
 Kind = tuple[np.dtype[Any], bool]  # a dtype, and whether arrays are on a GPU
 
@@ -112,7 +112,7 @@ def edges(count: int, parts: int, itemsize: int) -> list[int]:
     Parts are whole cache lines, of nearly equal size.
     """
     # So that no two ranks write into one cache line.
-    line = max(1, _LINE_BYTES // itemsize)
+    line = max(1, LINE_BYTES // itemsize)
     lines = -(-count // line)
     return [min(lines * part // parts * line, count) for part in range(parts + 1)]
 

@@ -13,13 +13,16 @@ import numpy as np
 
 from mpidist.comm.collectives.arguments import deadline_of
 from mpidist.comm.collectives.state import State
-from mpidist.comm.consensus.comparison import Pages, PayloadComparison
+from mpidist.comm.consensus.comparison import (
+    ALIGNMENT_BYTES,
+    Pages,
+    PayloadComparison,
+)
 from mpidist.comm.consensus.consensus import Call
 from mpidist.options import CommunicationImplementation, CommunicationOptions
+from mpidist.util.available_memory import round_up
 
 __all__ = ["CountPlan", "Reader", "exchange_counts", "plan_counts"]
-
-_ALIGNMENT_BYTES = 16
 
 
 class CountPlan(NamedTuple):
@@ -50,7 +53,7 @@ class Reader:
         """Return the next array: a view, valid until the next exchange."""
         # A view into the page: no copy until the caller makes one.
         array = np.ndarray(shape, dtype, self._page, self._offset)
-        self._offset += _aligned(array.nbytes)
+        self._offset += round_up(array.nbytes, ALIGNMENT_BYTES)
         return array
 
 
@@ -75,7 +78,7 @@ def plan_counts(
         kinds: list[tuple[Any, tuple[int]]]
         # One more number than counts: the bytes of this rank's arrays.
         kinds = [(np.dtype(np.int64), (counts + 1,))]
-        rest = comparison.payload_bytes - _aligned(8 * (counts + 1))
+        rest = comparison.payload_bytes - round_up(8 * (counts + 1), ALIGNMENT_BYTES)
         if carries and rest > 0:
             most_bytes = rest
             kinds.append((np.dtype(np.uint8), (rest,)))
@@ -106,7 +109,7 @@ def exchange_counts(
         return _gather(state, counts, plan.options), None
     # Known before the exchange, but other ranks' sizes are not: they are in the
     # page.
-    size = sum([_aligned(array.nbytes) for array in given])
+    size = sum([round_up(array.nbytes, ALIGNMENT_BYTES) for array in given])
 
     def fill(pages: Sequence[Any]) -> bool:
         pages[0][:] = (*counts, size)
@@ -140,7 +143,3 @@ def _gather(
     way.allgatherv(own, everyone, [own.size] * ranks, deadline_of(options))
     found: list[list[int]] = everyone.tolist()
     return found
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

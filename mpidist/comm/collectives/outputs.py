@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.device import arrays
+from mpidist.util.available_memory import round_up
 from mpidist.util.buffers import Buffers
 
 __all__ = ["Results", "StepResults"]
@@ -14,7 +15,6 @@ __all__ = ["Results", "StepResults"]
 # From this size on, searching for free memory is cheaper than allocating
 _LARGE_BYTES = 128 << 10
 _BUFFERS = 4
-_LINE_BYTES = 64
 
 
 class Results:
@@ -71,7 +71,7 @@ class StepResults(Results):
             return super().empty(size, like, dtype)
         taken = self._rest[:size_bytes]
         # The next result begins at a cache line.
-        self._rest = self._rest[-(-size_bytes // _LINE_BYTES) * _LINE_BYTES :]
+        self._rest = self._rest[round_up(size_bytes) :]
         return taken.view(dtype)
 
     def end(self) -> None:

@@ -21,10 +21,10 @@ from mpi4py import MPI
 from mpidist.comm.consensus.failures import FailureDetector
 from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.waiting import Departures, WaitTimeoutError
+from mpidist.util.available_memory import LINE_BYTES, available_cores, round_up
 
 __all__ = ["NodeBarrier", "words_of"]
 
-_LINE_BYTES = 64  # a cache line: what one rank writes is not slowed down by others
 _FRAME_BYTES = 4096
 _SLOTS = 3
 _SPINS = 1000  # of 50 nanoseconds
@@ -62,12 +62,11 @@ class NodeBarrier:
         self._departures = departures
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._names = list(range(self.size) if names is None else names)
-        self.page_bytes = -(-page_bytes // _LINE_BYTES) * _LINE_BYTES
-        self.slot_bytes = -(-slot_bytes // _LINE_BYTES) * _LINE_BYTES
+        self.page_bytes, self.slot_bytes = round_up(page_bytes), round_up(slot_bytes)
         pieces = _lay_out(self.page_bytes, self.slot_bytes)
         size = pieces[-1].stop
         with Pending("making shared memory", comm):
-            cores = _count_cores(comm)
+            cores = len(set().union(*comm.allgather(available_cores())))
             self._window = _shared_window(size, comm)
             self._window.Lock_all(MPI.MODE_NOCHECK)  # MPI_Win_sync needs an epoch
         ranks = range(self.size)
@@ -207,20 +206,12 @@ def _lay_out(page_bytes: int, slot_bytes: int) -> list[slice]:
     write to a copy that begins at nearly the same 12 bits (4K aliasing), which takes
     three times as long. So copies begin in the middle of a page.
     """
-    pieces, end = [], _LINE_BYTES
+    pieces, end = [], LINE_BYTES
     for size in (page_bytes, page_bytes, *[slot_bytes] * _SLOTS):
-        start = -(-end // _FRAME_BYTES) * _FRAME_BYTES + _FRAME_BYTES // 2
+        start = round_up(end, _FRAME_BYTES) + _FRAME_BYTES // 2
         end = start + size
         pieces.append(slice(start, end))
     return pieces
-
-
-def _count_cores(comm: MPI.Intracomm) -> int:
-    """Return how many cores the ranks may use, all together. Collective."""
-    if not hasattr(os, "sched_getaffinity"):  # not on Linux
-        return os.cpu_count() or 1
-    everyone = comm.allgather(os.sched_getaffinity(0))
-    return len(set.union(*everyone))
 
 
 def _shared_window(size_bytes: int, comm: MPI.Intracomm) -> MPI.Win:

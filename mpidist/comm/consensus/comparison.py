@@ -14,8 +14,10 @@ from mpi4py import MPI
 from mpidist.comm.consensus.barrier import NodeBarrier, words_of
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.consensus.waiting import Departures, RequestWaiter
+from mpidist.util.available_memory import round_up
 
 __all__ = [
+    "ALIGNMENT_BYTES",
     "FAILED",
     "GATHERED_BYTES",
     "LARGE",
@@ -33,7 +35,7 @@ __all__ = [
 # A digest, the state of the rank, an address, and the time since its last comparison
 _HEADER_BYTES = 32
 _RANK_BITS = 20
-_ALIGNMENT_BYTES = 16
+ALIGNMENT_BYTES = 16  # of arrays on a page
 # The state of a rank in a comparison: 0, or one of these
 FAILED = 1  # it cannot continue
 LARGE = 2  # its payload has integers so large that their sums may overflow
@@ -258,7 +260,7 @@ class GatherComparison(PayloadComparison):
         self._waiting = RequestWaiter(comm, departures)
         self._departures = departures
         self._calls = 0
-        size = _HEADER_BYTES + -(-payload_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        size = _HEADER_BYTES + round_up(payload_bytes, ALIGNMENT_BYTES)
         self._send = np.zeros(size, np.uint8)
         self._received = np.zeros((comm.Get_size(), size), np.uint8)
         self._mine: Any = words_of(self._send)
@@ -359,4 +361,4 @@ def _arrays_on(
     for dtype, shape in kinds:
         stop = start + math.prod(shape) * dtype.itemsize
         yield [page[start:stop].view(dtype).reshape(shape) for page in pages]
-        start = -(-stop // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        start = round_up(stop, ALIGNMENT_BYTES)

@@ -19,6 +19,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mpidist.util.files import replace_file
+
 __all__ = [
     "BEGUN",
     "CALLS",
@@ -81,7 +83,6 @@ class FlightFiles:
         folder = folder.absolute()  # the program may change its own later
         self._ring_path = ring_path(folder, channel, rank)
         self._text_path = calls_path(folder, channel, rank)
-        self._new_path = self._text_path.with_suffix(".new")
         self._header = _line(header)
         self._text = -1
         self._made: list[Path] = []
@@ -151,18 +152,11 @@ class FlightFiles:
         # Line 0 is the header, which is written again.
         lines = self._text_path.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines[1:] if json.loads(line)["kind"] in kinds]
-        file = self._create(self._new_path)
-        try:
-            _write(file, b"".join([self._header, *kept]))
-            # rename is atomic: a reader sees the old text or the new one, whole.
-            os.replace(self._new_path, self._text_path)
-        except BaseException:
-            os.close(file)
-            raise
-        # It has the final name now, so it must not be removed under the old one.
-        self._made.remove(self._new_path)
-        os.close(self._text)
-        self._text = file
+        with replace_file(self._text_path, is_durable=False) as file:
+            file.write(b"".join([self._header, *kept]))
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        former, self._text = self._text, os.open(self._text_path, flags)
+        os.close(former)
 
     def detach(self) -> None:
         """Leave the files to the parent of this forked process."""

@@ -24,7 +24,6 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist.comm.consensus.consensus import Consensus
-from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.errors import ArgumentError
 from mpidist.util.available_memory import as_text, free_bytes, round_up
 from mpidist.util.buffers import Field

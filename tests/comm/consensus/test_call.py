@@ -122,7 +122,7 @@ def test_it_can_be_opened_again_and_inside_itself(comm, consensus):
 
 
 def test_many_operations_are_not_kept(comm, consensus):
-    for i in range(1000):
+    for i in range(300):
         with consensus.call(f"move {i}") as call:
             call.agree()
     assert len(consensus._bare) <= 256
