@@ -112,16 +112,16 @@ def _combine_pack(
     deadline: float | None,
 ) -> None:
     send, ranks, step = pack.send, state.consensus.size, _step(state, pack.send)
-    way: Transport | None = None
+    transport: Transport | None = None
     if ranks > 1:
         is_device = arrays.is_device_array(send)
-        way = state.transports.pick(implementation_of(options), False, is_device)
+        transport = state.transports.pick(implementation_of(options), False, is_device)
     for start in range(0, send.size, step):
         mine = send[start : start + step]
         parts = [mine]
-        if way is not None:
+        if transport is not None:
             received = pack.received[: mine.size * ranks]
-            way.allgatherv(mine, received, [mine.size] * ranks, deadline)
+            transport.allgatherv(mine, received, [mine.size] * ranks, deadline)
             parts = list(received.reshape(ranks, -1))
         total = pack.total[start : start + step]
         if len(parts) == 1:

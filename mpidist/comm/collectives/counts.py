@@ -137,9 +137,9 @@ def _gather(
     if ranks == 1:
         return [own.tolist()]
     everyone = np.empty((ranks, own.size), np.int64)
-    way = state.transports.pick(CommunicationImplementation.MPI, False, False)
+    transport = state.transports.pick(CommunicationImplementation.MPI, False, False)
     # MPI's own call, not the tuning table, which could choose differently for small
     # sizes.
-    way.allgatherv(own, everyone, [own.size] * ranks, deadline_of(options))
+    transport.allgatherv(own, everyone, [own.size] * ranks, deadline_of(options))
     found: list[list[int]] = everyone.tolist()
     return found

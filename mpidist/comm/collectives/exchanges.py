@@ -404,23 +404,23 @@ def _move(
     size: int,
     deadline: float | None,
 ) -> None:
-    way = state.transports.exchange(arrays.is_device_array(send))
-    if way is not None:
+    transport = state.transports.exchange(arrays.is_device_array(send))
+    if transport is not None:
         # In pieces if any rank sends or gets more than MPI counts in 32 bits:
-        # `size` is the maximum over all ranks, so that all choose the same way.
-        is_large = size > way.most_bytes
-        state.transports.count(way.name, receive.nbytes)
-        way.alltoallv(
+        # `size` is the maximum over all ranks, so that all choose the same transport.
+        is_large = size > transport.most_bytes
+        state.transports.count(transport.name, receive.nbytes)
+        transport.alltoallv(
             send, counts_to, receive, counts_from, deadline, is_large=is_large
         )
         return
     # By way of the host
     host = np.empty(receive.shape, receive.dtype)
-    way = state.transports.exchange(is_device=False)
-    assert way is not None
-    here, is_large = arrays.to_host(send), size > way.most_bytes
-    state.transports.count(way.name, receive.nbytes)
-    way.alltoallv(here, counts_to, host, counts_from, deadline, is_large=is_large)
+    transport = state.transports.exchange(is_device=False)
+    assert transport is not None
+    here, is_large = arrays.to_host(send), size > transport.most_bytes
+    state.transports.count(transport.name, receive.nbytes)
+    transport.alltoallv(here, counts_to, host, counts_from, deadline, is_large=is_large)
     receive[...] = arrays.to_device_like(host, receive)
 
 

@@ -321,8 +321,8 @@ def _gather_pack(
     if len(counts) == 1:
         received[...] = send.reshape(-1)
     else:
-        way = _transport(state, send, options)
-        way.allgatherv(send, received, counts, deadline)
+        transport = _transport(state, send, options)
+        transport.allgatherv(send, received, counts, deadline)
     if not pack.results:
         return  # already in the order of the result
     # Rank by rank, and within a rank array by array: find where each part begins.

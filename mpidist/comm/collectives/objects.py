@@ -54,8 +54,8 @@ def broadcast_object(state: State, operation: str, value: Any, root: int) -> Any
             if ranks > 1 and array.size:
                 is_device = arrays.is_device_array(array)
                 how = implementation_of(_DEFAULT)
-                way = state.transports.pick(how, False, is_device)
-                way.broadcast(array, number, None)
+                transport = state.transports.pick(how, False, is_device)
+                transport.broadcast(array, number, None)
     leaves = iter(received)
     return decode(text, lambda kind: _as_given(next(leaves), kind))
 
@@ -113,16 +113,16 @@ def _encode(state: State, value: Any) -> tuple[str, list[Any]]:
 def _broadcast_text(state: State, text: str, root: int) -> str:
     """Return the text of rank `root`. Collective."""
     # MPI itself: the text is in host memory, whatever device the strategy uses.
-    way = state.transports.exchange(is_device=False)
-    assert way is not None
+    transport = state.transports.exchange(is_device=False)
+    assert transport is not None
     found = np.frombuffer(text.encode(), np.uint8).copy()
     size = np.array([found.size])
     # The root's size first, so that the others can make room.
-    way.broadcast(size, root, None)
+    transport.broadcast(size, root, None)
     if root != state.consensus.rank:
         found = np.empty(int(size[0]), np.uint8)
-    state.transports.count(way.name, found.nbytes)
-    way.broadcast(found, root, None)
+    state.transports.count(transport.name, found.nbytes)
+    transport.broadcast(found, root, None)
     return bytes(found).decode()
 
 

@@ -60,6 +60,6 @@ class Collectives(State):
                 if self.size > 1:
                     is_device = arrays.is_device_array(result)
                     how = implementation_of(_DEFAULT)
-                    way = self.transports.pick(how, False, is_device)
-                    way.broadcast(result, root, None)
+                    transport = self.transports.pick(how, False, is_device)
+                    transport.broadcast(result, root, None)
         return nest.unflatten(spec, map(arrays.like, results, leaves))

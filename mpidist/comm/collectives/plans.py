@@ -46,24 +46,24 @@ class Structure(NamedTuple):
         a mapping in another order: such specs are equal.
       kind: list or tuple if its members are the leaves, None if it is the only leaf,
         else `nest.Spec`.
-      strangers: the numbers of the leaves that are no arrays of NumPy.
+      foreign: the numbers of the leaves that are no arrays of NumPy.
     """
 
     spec: nest.Spec
     kind: type | None
-    strangers: Sequence[int]
+    foreign: Sequence[int]
 
     @classmethod
     def of(cls, spec: nest.Spec, leaves: Sequence[Any]) -> Structure:
         """Return the structure of a flattened value."""
-        strangers = [i for i, a in enumerate(leaves) if type(a) is not np.ndarray]
+        foreign = [i for i, a in enumerate(leaves) if type(a) is not np.ndarray]
         if spec.type is None:
-            return cls(spec, None, strangers)
+            return cls(spec, None, foreign)
         # The common nests, a flat list or tuple, are rebuilt without optree.
         count = len(leaves)
         is_flat = spec.type in _FLAT and spec.num_children == count
         is_flat = is_flat and spec.num_nodes == count + 1
-        return cls(spec, spec.type if is_flat else nest.Spec, strangers)
+        return cls(spec, spec.type if is_flat else nest.Spec, foreign)
 
     def give_back(
         self, results: list[Any], leaves: Sequence[Any], spec: nest.Spec | None = None
@@ -76,7 +76,7 @@ class Structure(NamedTuple):
           spec: of the value; None if it has no mappings, or is the plan's first.
         """
         # Results are NumPy arrays; leaves of another library get theirs back.
-        for i in self.strangers:
+        for i in self.foreign:
             results[i] = arrays.like(results[i], leaves[i])
         if self.kind is None:
             return results[0]
@@ -110,7 +110,7 @@ class PlanCache:
             # Of a distributed value this rank has one component.
             if type(value) in _DISTRIBUTED:
                 value = value.values[0]
-            # The cheapest way comes first: one array costs no tuple of kinds.
+            # The cheapest lookup comes first: one array costs no tuple of kinds.
             if type(value) is np.ndarray:
                 found = kind(value)
                 key = None if found is None else (operation, detail, found)

@@ -703,19 +703,19 @@ def _prepare_symmetric(
     assert in_node is not None
     # By their number, the arrays of all ranks of the node
     found = enumerate(map(state.symmetric.everyone, values))
-    near = {j: everyone for j, everyone in found if everyone is not None}
-    far = [j for j in range(len(values)) if j not in near]
-    sum_far = prepare_sums(state, [values[j] for j in far], options)
+    symmetric = {j: everyone for j, everyone in found if everyone is not None}
+    rest = [j for j in range(len(values)) if j not in symmetric]
+    sum_rest = prepare_sums(state, [values[j] for j in rest], options)
     sums = {
         j: state.results.empty(values[j].size, values[j], _total_dtype(values[j]))
-        for j in near
+        for j in symmetric
     }
 
     def sum_here() -> list[Any]:
-        totals = dict(zip(far, sum_far()))
+        totals = dict(zip(rest, sum_rest()))
         state.transports.count(in_node.name, sum(a.nbytes for a in sums.values()))
         in_node.allreduce_symmetric(
-            list(near.values()), list(sums.values()), deadline_of(options)
+            list(symmetric.values()), list(sums.values()), deadline_of(options)
         )
         for j, total in sums.items():
             totals[j] = total.reshape(values[j].shape)

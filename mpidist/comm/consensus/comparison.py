@@ -224,7 +224,7 @@ class PayloadComparison:  # not an abc.ABC, for which isinstance is slow
         """See `Comparison.close`."""
         return
 
-    def _judge(self, everyone: Sequence[Any], words: Words) -> bool:
+    def _agree(self, everyone: Sequence[Any], words: Words) -> bool:
         """Return whether all ranks have passed the same number, and none failed."""
         number, _, address = words
         is_same, is_any_large = True, False
@@ -291,7 +291,7 @@ class GatherComparison(PayloadComparison):
         # A rank that arrived earlier may have left since; later calls would wait for it
         if mine[3] > _LATE_NS + min([theirs[3] for theirs in self._words]):
             self._departures.require_none()
-        return self._judge(self._words, words)
+        return self._agree(self._words, words)
 
     def late(self) -> int:
         """See `Comparison.late`."""
@@ -350,7 +350,7 @@ class SharedMemoryComparison(PayloadComparison):
         mine = everyone[barrier.rank]
         mine[0], mine[1], mine[2] = words
         barrier.wait(deadline, yield_cpu)
-        return self._judge(everyone, words)
+        return self._agree(everyone, words)
 
 
 def _arrays_on(

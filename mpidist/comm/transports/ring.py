@@ -117,5 +117,8 @@ class RingTransport(MpiTransport):
         flight.wait_for_all(wait)
 
     def _is_sent_back(self, source: int, rank: int) -> bool:
-        """Return whether `rank` has, or gets inside the node, the part of `source`."""
+        """Return whether `source` sends its part to `rank` directly, not by the ring.
+
+        It does to the ranks of its node before it, and to itself.
+        """
         return self._nodes[source] == self._nodes[rank] and rank <= source

@@ -149,18 +149,22 @@ class TransportSelector:
         # A ring pays off between nodes only; inside of one, shared memory is faster
         if consensus.size > 1 and (barrier is None or self._hierarchical is not None):
             transports["ring"] = RingTransport(consensus)
-        near = "mpi" if self.intra_node is None else self.intra_node.name
+        in_node = "mpi" if self.intra_node is None else self.intra_node.name
         if self.intra_node is not None:
-            transports[near] = self.intra_node
-        self.default_table = host_table = default_table(near, library, consensus.size)
+            transports[in_node] = self.intra_node
+        self.default_table = host_table = default_table(
+            in_node, library, consensus.size
+        )
         # If replicas are on GPUs, the given table applies to GPUs; the host uses the
         # default
         if gpus is None and table is not None:
             host_table = table
         # Copies of GPU arrays through the host are counted once, there
-        staged = choose(transports, [near, "ordered"], host_table)
+        staged = choose(transports, [in_node, "ordered"], host_table)
         self.count = consensus.recorder.count
-        own = self._host = choose(transports, [near, "ordered"], host_table, self.count)
+        own = self._host = choose(
+            transports, [in_node, "ordered"], host_table, self.count
+        )
         self._device: Choices | None = None
         self._gpus: DeviceTransports | None = None
         if gpus is not None:
@@ -357,7 +361,9 @@ class DeviceTransports:
         Raises, on all ranks:
           CollectiveError: a rank cannot free its memory.
         """
-        own = [way for way in (self._ipc, self._nccl) if way is not None]
+        own = [
+            transport for transport in (self._ipc, self._nccl) if transport is not None
+        ]
         reason = ""
         for transport in own:
             try:

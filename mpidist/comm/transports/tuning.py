@@ -232,9 +232,9 @@ class BySizeTransport(Transport):
         return self._rows[method][bisect.bisect(edges, size_bytes) - 1]
 
     def _pick(self, method: str, receive: Any) -> Transport:
-        way = self.for_size(method, receive.nbytes)
-        self._count(way.name, receive.nbytes)
-        return way
+        transport = self.for_size(method, receive.nbytes)
+        self._count(transport.name, receive.nbytes)
+        return transport
 
     def allreduce(
         self,
@@ -250,8 +250,8 @@ class BySizeTransport(Transport):
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
     ) -> None:
         """See `Transport.allgatherv`."""
-        way = self._pick("allgatherv", receive)
-        way.allgatherv(send, receive, counts, deadline)
+        transport = self._pick("allgatherv", receive)
+        transport.allgatherv(send, receive, counts, deadline)
 
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
         """See `Transport.broadcast`."""
@@ -290,13 +290,13 @@ def default_table(in_node: str, library: str, ranks: int) -> Table:
             edge = _RING_MESSAGES_PER_RANK * ranks * MESSAGE_BYTES
             move = [*by_mpi, (edge, "ring")]
         return {"allreduce": reduce, "allgatherv": move, "broadcast": move}
-    near = [(0, in_node)]
+    by_node = [(0, in_node)]
     if in_node == "shared" and library.startswith("Intel"):
         reduce = [(0, "mpi"), (_INTEL_BYTES, "shared")]
-        return {"allreduce": reduce, "allgatherv": by_mpi, "broadcast": near}
+        return {"allreduce": reduce, "allgatherv": by_mpi, "broadcast": by_node}
     if library.startswith("Open MPI"):  # the system copies for it, once
-        return {"allreduce": near, "allgatherv": by_mpi, "broadcast": near}
-    return {"allreduce": near, "allgatherv": near, "broadcast": near}
+        return {"allreduce": by_node, "allgatherv": by_mpi, "broadcast": by_node}
+    return {"allreduce": by_node, "allgatherv": by_node, "broadcast": by_node}
 
 
 def default_device_table(names: Container[str]) -> Table:
