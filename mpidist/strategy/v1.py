@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TypeVar
 
-from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.context import enter, require_cross_replica
 from mpidist.data.dataset import Dataset, DatasetLike, as_dataset
 from mpidist.data.distributed.datasets import DistributedDataset, InputContext
@@ -96,7 +95,7 @@ class StrategyExtendedV1(StrategyExtended):
             validation.integer("iterations", iterations, 0)
             return MultiStepContext(initial_loop_values)
 
-        context = self.consensus.guard(call, prepare)
+        context = self.consensus.run(call, prepare)
         with enter(self.strategy):
             for _ in range(iterations):
                 fn(context, iterator.get_next())
@@ -170,21 +169,19 @@ class StrategyV1(Strategy):
         """
         require_cross_replica(self, "experimental_run")
         try:
-            return self._run(fn, input_iterator)
+            if input_iterator is None:
+                return self.run(fn)
+            if not isinstance(input_iterator, InputIterator):
+                name = "input_iterator"
+                with self.extended.consensus.call("experimental_run") as call:
+                    # It raises, on all ranks
+                    call.reserve(
+                        validation.instance, name, input_iterator, InputIterator
+                    )
+            return self.run(fn, (input_iterator.get_next(),))
         except BaseException as error:
             fold(error)
             raise
-
-    def _run(self, fn: Callable[..., Any], input_iterator: InputIterator | None) -> Any:
-        if input_iterator is None:
-            return self.run(fn)
-        self.extended.consensus.guard(
-            "experimental_run",
-            lambda: validation.instance(
-                "input_iterator", input_iterator, InputIterator
-            ),
-        )
-        return self.run(fn, (input_iterator.get_next(),))
 
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: Any = None
@@ -209,10 +206,9 @@ class StrategyV1(Strategy):
         self, colocate_with_variable: Any
     ) -> AbstractContextManager[None]:
         """See `StrategyExtended.colocate_vars_with`. Not collective."""
-        found: AbstractContextManager[None] = self.extended.colocate_vars_with(
-            colocate_with_variable
-        )
-        return found
+        manager: AbstractContextManager[None]
+        manager = self.extended.colocate_vars_with(colocate_with_variable)
+        return manager
 
     def configure(
         self,
@@ -385,7 +381,7 @@ def from_dataset(extended: StrategyExtended, dataset: DatasetLike) -> InputItera
                 "make_input_fn_iterator, which does not divide batches"
             )
 
-    extended.run_collectively(CallSignature(call), check)
+    extended.consensus.run(call, check)
     return InputIterator(
         DistributedDataset.of_global_batches(extended, dataset, None, call)
     )
@@ -422,7 +418,7 @@ def from_input_fn(
             )
         return _make(input_fn, where, call)
 
-    dataset, options = extended.run_collectively(CallSignature(call), make)
+    dataset, options = extended.consensus.run(call, make)
     return InputIterator(
         DistributedDataset.from_function(extended, lambda _: dataset, options, call)
     )
