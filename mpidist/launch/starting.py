@@ -18,8 +18,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpidist.errors import LaunchError
-from mpidist.launch.launchers import NO_MPI, find_launcher, protocol_of
-from mpidist.util import programs
+from mpidist.launch.launchers import (
+    NO_MPI,
+    find_launcher,
+    protocol_of,
+    run_program,
+)
 from mpidist.util.available_memory import available_cores
 from mpidist.util.settings import PREFIX, decimal
 
@@ -89,7 +93,7 @@ def find_library() -> Library:
       LaunchError: mpi4py is not there, or finds no library.
     """
     try:
-        ended = programs.run([sys.executable, "-c", _ASK], _SECONDS)
+        ended = run_program([sys.executable, "-c", _ASK], _SECONDS)
     except subprocess.TimeoutExpired:
         raise LaunchError(f"importing mpi4py took longer than {_SECONDS} s") from None
     # Other packages may print, too
@@ -238,7 +242,7 @@ def _find_mpirun(library: Library) -> Path:
 def _output_of(*command: str) -> str:
     """Return the output of a program; "" if it cannot be run."""
     try:
-        ended = programs.run(command, _SECONDS)
+        ended = run_program(command, _SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return ended.stdout + ended.stderr
