@@ -123,13 +123,13 @@ class VariableSynchronization(enum.Enum):
         Raises:
           ArgumentError: NONE, or not a member.
         """
-        found = cls.AUTO if synchronization is None else _member(cls, synchronization)
-        if found is None or found is cls.NONE:
+        member = cls.AUTO if synchronization is None else _member(cls, synchronization)
+        if member is None or member is cls.NONE:
             raise ArgumentError(
                 "synchronization must be a VariableSynchronization, AUTO, ON_WRITE or "
                 f"ON_READ, not {shown(synchronization)}"
             )
-        return cls.ON_WRITE if found is cls.AUTO else found
+        return cls.ON_WRITE if member is cls.AUTO else member
 
 
 class VariableAggregation(enum.Enum):
@@ -158,12 +158,12 @@ class VariableAggregation(enum.Enum):
         Raises:
           ArgumentError: not a member.
         """
-        found = cls.NONE if aggregation is None else _member(cls, aggregation)
-        if found is None:
+        member = cls.NONE if aggregation is None else _member(cls, aggregation)
+        if member is None:
             raise ArgumentError(
                 f"aggregation must be a VariableAggregation, not {shown(aggregation)}"
             )
-        return found
+        return member
 
 
 def _member(kind: type[K], value: Any) -> K | None:
@@ -270,13 +270,14 @@ class CommunicationOptions:
         self._check_compression()
 
     def _check_compression(self) -> None:
-        given = self.compression
-        is_text = given is None or isinstance(given, str)
-        if not is_text or given not in (None, "float16", "bfloat16"):
+        compression = self.compression
+        is_text = compression is None or isinstance(compression, str)
+        if not is_text or compression not in (None, "float16", "bfloat16"):
             raise ArgumentError(
-                f"compression must be None, 'float16' or 'bfloat16', not {shown(given)}"
+                "compression must be None, 'float16' or 'bfloat16', not "
+                f"{shown(compression)}"
             )
-        if given == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
+        if compression == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
             raise ArgumentError(
                 "compression='bfloat16' needs the package ml_dtypes, which is not "
                 "installed; use 'float16', or pip install ml_dtypes"

@@ -434,7 +434,9 @@ def select_replica(value: Any) -> Any:
     return _select(value) if type(value) in _COMMON else nest.map_leaves(_select, value)
 
 
-def local_arguments(args: Any, kwargs: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+def local_arguments(
+    args: Any, kwargs: Any
+) -> tuple[tuple[Any, ...] | list[Any], dict[str, Any]]:
     """Return checked arguments of a call, with this process's components in them."""
     if type(args) is tuple and kwargs is None:
         # Fast path for one array after the other: no nest is taken apart
@@ -451,7 +453,7 @@ def local_arguments(args: Any, kwargs: Any) -> tuple[Sequence[Any], dict[str, An
                 break
         else:
             return components, {}
-    selected: tuple[Sequence[Any], dict[str, Any]]
+    selected: tuple[tuple[Any, ...], dict[str, Any]]
     selected = select_replica(validation.call_arguments(args, kwargs))
     return selected
 

@@ -254,11 +254,11 @@ class CopyStream:
             made = self._record(here)
         with self._device:
             self._stream.wait_event(made)
-            place = staged.data + part.start
-            place.copy_from_device_async(array.data, part.nbytes, self._stream)
+            target = staged.data + part.start
+            target.copy_from_device_async(array.data, part.nbytes, self._stream)
             sent = self._record(self._stream)
         with on_gpu(array.device.id):
-            here.wait_event(sent)  # before its memory is given to others
+            here.wait_event(sent)  # before its memory is reused
 
     def wait(self, event: Any) -> None:
         """Make later work wait for `event`, of another stream."""
@@ -285,7 +285,7 @@ class CopyStream:
             fetched = []
             for part in parts:
                 array = self._cupy.empty(part.shape, part.dtype)
-                place = staged.data + part.start
-                array.data.copy_from_device_async(place, part.nbytes, here)
+                source = staged.data + part.start
+                array.data.copy_from_device_async(source, part.nbytes, here)
                 fetched.append(array)
             return fetched, self._record(here)

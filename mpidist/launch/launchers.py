@@ -149,8 +149,8 @@ def environ_of_another_job(environ: Mapping[str, str]) -> dict[str, str]:
 
 def find_local_rank(environ: Mapping[str, str]) -> int | None:
     """Return this process's number on its node, by the launcher's variables."""
-    found = (decimal(environ.get(one.local_rank, "")) for one in LAUNCHERS.values())
-    return next((number for number in found if number is not None), None)
+    ranks = (decimal(environ.get(one.local_rank, "")) for one in LAUNCHERS.values())
+    return next((rank for rank in ranks if rank is not None), None)
 
 
 def is_of_mpirun(environ: Mapping[str, str]) -> bool:

@@ -406,8 +406,7 @@ def _ask_squeue(environ: Mapping[str, str]) -> float:
     command = ["squeue", "--noheader", f"--jobs={job}", "--format=%e"]
     ended = run_program(command, _SQUEUE_SECONDS, kept)
     if ended.returncode:
-        said = ended.stderr.strip() or f"exit status {ended.returncode}"
-        raise ValueError(said)
+        raise ValueError(ended.stderr.strip() or f"exit status {ended.returncode}")
     return _first_end(ended.stdout)
 
 

@@ -99,8 +99,8 @@ def find_library() -> Library:
     # Other packages may print, too
     answer = re.search(r"^mpidist: (.*)$", ended.stdout, re.MULTILINE)
     if ended.returncode or answer is None:
-        said = (ended.stderr.strip() or "nothing on stderr").splitlines()[-1]
-        raise LaunchError(f"mpi4py finds no MPI library ({said}): {NO_MPI}")
+        reason = (ended.stderr.strip() or "nothing on stderr").splitlines()[-1]
+        raise LaunchError(f"mpi4py finds no MPI library ({reason}): {NO_MPI}")
     version, path = json.loads(answer[1])
     return Library(version, None if path is None else Path(path))
 
@@ -221,17 +221,17 @@ def _find_mpirun(library: Library) -> Path:
         names.insert(0, "mpirun.openmpi")  # as Debian and Ubuntu name it
     elif library.family == "MPICH":
         names.insert(0, "mpirun.mpich")
-    found = [folder / "bin" / name for folder in folders for name in names]
-    found += [Path(there) for name in names if (there := shutil.which(name))]
-    looked = []
-    for path in dict.fromkeys(found):
+    candidates = [folder / "bin" / name for folder in folders for name in names]
+    candidates += [Path(there) for name in names if (there := shutil.which(name))]
+    checked = []
+    for path in dict.fromkeys(candidates):
         if not path.is_file():
             continue
-        looked.append(str(path))
-        said = _output_of(str(path), "--version")
-        if re.search(_FAMILIES.get(library.family, ""), said):
+        checked.append(str(path))
+        version = _output_of(str(path), "--version")
+        if re.search(_FAMILIES.get(library.family, ""), version):
             return path
-    others = f", but only {', '.join(looked)}" if looked else ""
+    others = f", but only {', '.join(checked)}" if checked else ""
     name = library.version.partition("\n")[0].partition(",")[0].strip("\0 \t")
     raise LaunchError(
         f"there is no mpirun of {name}, which mpi4py is linked to{others}; install it, "

@@ -183,9 +183,9 @@ class StrategyExtended(ReplicaGroup):
         require_cross_replica(self.strategy, "update")
         target = self._own_copy(var)
         validation.function("fn", fn)
-        given, named = local_arguments(args, kwargs)
+        args, kwargs = local_arguments(args, kwargs)
         with self._in_update:
-            result = fn(target, *given, **named)
+            result = fn(target, *args, **kwargs)
         return None if group else result
 
     def _own_copy(self, var: Any) -> Any:
@@ -281,9 +281,9 @@ class StrategyExtended(ReplicaGroup):
         """
         require_cross_replica(self.strategy, "update_non_slot")
         validation.function("fn", fn)
-        given, named = local_arguments(args, kwargs)
+        args, kwargs = local_arguments(args, kwargs)
         with self._in_update:
-            result = fn(*given, **named)
+            result = fn(*args, **kwargs)
         return None if group else result
 
     def audit_variables(self) -> None:

@@ -530,8 +530,8 @@ class Strategy:
           >>> sorted(strategy.statistics()["parts"])
           ['checkpoint', 'communication', 'compute', 'input']
         """
-        found = statistics(self._extended)
-        return self.gather_objects(found) if all_ranks else found
+        local = statistics(self._extended)
+        return self.gather_objects(local) if all_ranks else local
 
     def statistics_of(self, rows: Any, ddof: int = 0) -> Description:
         """Return mean, variance, min and max of the rows of all ranks. Collective.

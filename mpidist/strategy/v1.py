@@ -260,8 +260,8 @@ class StrategyV1(Strategy):
           ArgumentTypeError: `session_config` is not a mutable mapping.
           UnsupportedError: a cluster or a task was given.
         """
-        given = {"cluster_spec": cluster_spec, "task_type": task_type}
-        for name, value in {**given, "task_id": task_id}.items():
+        cluster = {"cluster_spec": cluster_spec, "task_type": task_type}
+        for name, value in {**cluster, "task_id": task_id}.items():
             if value is not None:
                 raise UnsupportedError(
                     f"configure: {name} must be None, not {validation.shown(value)}: "

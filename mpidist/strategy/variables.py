@@ -815,9 +815,9 @@ class Part(np.ndarray[Any, np.dtype[Any]]):
             raise ArgumentError("assign to a part: the variable no longer exists")
         offset = self.__array_interface__["data"][0]
         offset -= root.__array_interface__["data"][0]
-        place = offset, self.shape, self.strides
-        put = functools.partial(_put, variable.name, np.asarray(root), place)
-        variable._change("assign", put, value, place)
+        view = offset, self.shape, self.strides
+        put = functools.partial(_put, variable.name, np.asarray(root), view)
+        variable._change("assign", put, value, view)
         return variable
 
 
@@ -832,17 +832,17 @@ def _root_of(variable: Variable, array: Any) -> Any:
     return root
 
 
-def _put(name: str, root: Any, place: Any, old: Any, value: Any) -> Any:
+def _put(name: str, root: Any, view: Any, old: Any, value: Any) -> Any:
     """Return a copy of `old` with `value` in a part.
 
     Args:
       name: the variable's name, for messages.
       root: the array that the part is a view of.
-      place: offset of the part in `root` in bytes, its shape and strides.
+      view: offset of the part in `root` in bytes, its shape and strides.
       old: the array to copy.
       value: broadcasts to the shape of the part.
     """
-    offset, shape, strides = place
+    offset, shape, strides = view
     new = np.empty_like(root)  # with the same strides
     new[...] = old
     part = np.ndarray(shape, new.dtype, new.ravel(order="K"), offset, strides)
