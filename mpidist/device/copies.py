@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -135,9 +136,12 @@ class SmallCopies:
     All copies are queued on the current stream. Call `down`, then `up`.
     """
 
-    def __init__(self) -> None:
-        self._down, self._up = Pinned(), Pinned()
-        self._sent: Any = None  # the event after which the copies of `up` are done
+    _sent: Any = None  # the event after which the copies of `up` are done
+
+    @functools.cached_property
+    def _buffers(self) -> tuple[Pinned, Pinned]:
+        """The memory for copies to the host, and for those to the GPU."""
+        return Pinned(), Pinned()
 
     def down(self, values: Sequence[Any]) -> list[Any]:
         """Return the arrays on the host; they are valid until the next call.
@@ -151,7 +155,8 @@ class SmallCopies:
         stream = cupy.cuda.get_current_stream()
         there = [arrays.is_device_array(value) for value in values]
         starts, size = _lay_out(values)
-        host, address = self._down.take(size), self._down.address
+        buffer, _ = self._buffers
+        host, address = buffer.take(size), buffer.address
         on_host = list(values)
         for j in itertools.compress(range(len(values)), there):
             value = cupy.ascontiguousarray(values[j])
@@ -174,7 +179,8 @@ class SmallCopies:
 
         stream = cupy.cuda.get_current_stream()
         starts, size = _lay_out(results)
-        host, address = self._up.take(size), self._up.address
+        _, buffer = self._buffers
+        host, address = buffer.take(size), buffer.address
         copies = list(results)
         for j, result in enumerate(results):
             if arrays.is_device_array(like[j]):

@@ -321,7 +321,9 @@ class StrategyExtended(ReplicaGroup):
         """Return whether `v` is a variable of this strategy. Not collective."""
         return isinstance(v, Variable) and v.distribute_strategy is self.strategy
 
-    def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
+    def colocate_vars_with(
+        self, colocate_with_variable: Any
+    ) -> AbstractContextManager[None]:
         """Return a context manager for creating variables on another variable's device.
 
         It only checks the variable: a replica has one device. Not collective. Raises
@@ -332,8 +334,7 @@ class StrategyExtended(ReplicaGroup):
                 "colocate_vars_with needs a variable that was created under this "
                 f"strategy, not {validation.shown(colocate_with_variable)}"
             )
-        manager: AbstractContextManager[None] = nullcontext()
-        return manager
+        return nullcontext()
 
     def value_container(self, value: Any) -> Any:
         """Return the container of `value`, which is itself. Not collective."""
@@ -345,13 +346,13 @@ class StrategyExtended(ReplicaGroup):
         value: Any,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """See `ReplicaContext.all_reduce`."""
+        """Return the reduction over all replicas: `ReplicaContext.all_reduce`."""
         return self.reduce("all_reduce", reduce_op, value, options)
 
     def all_gather(
         self, value: Any, axis: int, options: CommunicationOptions | None = None
     ) -> Any:
-        """See `ReplicaContext.all_gather`."""
+        """Return the replicas' values, concatenated: `ReplicaContext.all_gather`."""
         return self.gather("all_gather", value, axis, options)
 
 

@@ -215,7 +215,10 @@ class StrategyV1(Strategy):
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: Any = None
     ) -> Dataset:
-        """See `StrategyExtended.experimental_make_numpy_dataset`. Not collective."""
+        """Return a dataset of the rows of arrays, like `Dataset.from_tensor_slices`.
+
+        Not collective.
+        """
         return self._extended.experimental_make_numpy_dataset(numpy_input, session)
 
     def group(self, value: Any, name: str | None = None) -> Any:
@@ -234,10 +237,8 @@ class StrategyV1(Strategy):
     def colocate_vars_with(
         self, colocate_with_variable: Any
     ) -> AbstractContextManager[None]:
-        """See `StrategyExtended.colocate_vars_with`. Not collective."""
-        manager: AbstractContextManager[None]
-        manager = self._extended.colocate_vars_with(colocate_with_variable)
-        return manager
+        """Return a context manager that only checks the variable. Not collective."""
+        return self._extended.colocate_vars_with(colocate_with_variable)
 
     def configure(
         self,
