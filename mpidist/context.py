@@ -18,58 +18,91 @@ if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
 
 __all__ = [
+    "Frame",
     "Scope",
+    "current",
     "default_strategy",
     "enter",
     "experimental_set_strategy",
     "explain",
+    "frame_for",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
     "in_replica_function",
     "in_replica_of",
-    "in_update",
-    "in_update_of",
     "is_current",
     "require_cross_replica",
     "set_default_strategy",
 ]
 
 
-class _Frame(NamedTuple):
-    """One entry of the stack; without a replica context it is cross-replica."""
+class Frame(NamedTuple):
+    """One entry of the stack; without a replica context it is cross-replica.
+
+    Args:
+      strategy: the current one.
+      replica: the current replica's context; None in cross-replica context.
+      is_update: whether a function passed to `StrategyExtended.update` is running.
+      is_default_scope: whether the default strategy's scope was entered, in which no
+        other strategy's scope can be entered.
+    """
 
     strategy: Strategy
     replica: ReplicaContext | None
-    updating: bool = False
+    is_update: bool = False
     is_default_scope: bool = False
+
+    def is_replica_of(self, strategy: Strategy) -> bool:
+        """Return whether it is a replica context of this strategy."""
+        return self.replica is not None and self.strategy is strategy
 
 
 class _Stack(threading.local):
     def __init__(self) -> None:
-        self.frames: list[_Frame] = []
-        self.base: _Frame | None = None
+        self.frames: list[Frame] = []
+        self.base: Frame | None = None
         self.had_no_replica = False  # `get_replica_context` has returned None
 
 
 _stack = _Stack()
 _default: list[Strategy] = []
 _default_replica: list[ReplicaContext] = []
-_default_frame: list[_Frame] = []
+_default_frame: list[Frame] = []
 
 
-def _top() -> _Frame:
+def current() -> Frame:
     """Return the current context."""
     frames = _stack.frames
     return frames[-1] if frames else _stack.base or _default_frame[0]
+
+
+def frame_for(strategy: Strategy, name: str) -> Frame:
+    """Return the current context, in which a variable changes.
+
+    Args:
+      strategy: under which the variable was created.
+      name: the variable's.
+
+    Raises:
+      ContextError: another strategy than `strategy`, or the default one, is current.
+    """
+    frame = current()
+    if frame.strategy is not strategy and frame.strategy is not _default[0]:
+        raise ContextError(
+            f"Mixing different tf.distribute.Strategy objects: {name} of {strategy!r} "
+            f"was changed under {frame.strategy!r}. Create variables inside `with "
+            "strategy.scope():`"
+        )
+    return frame
 
 
 def set_default_strategy(strategy: Strategy, replica: ReplicaContext) -> None:
     """Set the default strategy (one replica), which is current outside all scopes."""
     _default[:] = [strategy]
     _default_replica[:] = [replica]
-    _default_frame[:] = [_Frame(strategy, replica)]
+    _default_frame[:] = [Frame(strategy, replica)]
 
 
 def default_strategy() -> Strategy:
@@ -84,7 +117,7 @@ def get_strategy() -> Strategy:
       >>> strategy.run(lambda: mpidist.get_strategy() is strategy).values
       (True,)
     """
-    return _top().strategy
+    return current().strategy
 
 
 def has_strategy() -> bool:
@@ -118,7 +151,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
             f"strategy must be a Strategy or None, not {validation.shown(strategy)}"
         )
     is_default = strategy is None or strategy is _default[0]
-    _stack.base = None if strategy is None or is_default else _Frame(strategy, None)
+    _stack.base = None if strategy is None or is_default else Frame(strategy, None)
 
 
 # It is None in cross-replica context. The type is Any because mypy cannot know which
@@ -134,7 +167,7 @@ def get_replica_context() -> ReplicaContext | Any:
       >>> strategy.run(mpidist.get_replica_context).values  # on replica 0
       (<ReplicaContext of replica 0 of 2>,)
     """
-    replica = _top().replica
+    replica = current().replica
     if replica is None:
         _stack.had_no_replica = True
     return replica
@@ -167,35 +200,23 @@ def in_cross_replica_context() -> bool:
       >>> strategy.run(mpidist.in_cross_replica_context).values
       (False,)
     """
-    return _top().replica is None
+    return current().replica is None
 
 
 def in_replica_function() -> bool:
     """Return whether a function passed to `run` is running, outside `merge_call`."""
-    top = _top()
+    top = current()
     return top.replica is not None and top.strategy is not _default[0]
 
 
 def in_replica_of(strategy: Strategy) -> bool:
     """Return whether the current context is a replica context of this strategy."""
-    replica = _top().replica
-    return replica is not None and replica.strategy is strategy
+    return current().is_replica_of(strategy)
 
 
 def is_current(replica: ReplicaContext) -> bool:
     """Return whether this replica context is the current one."""
-    return _top().replica is replica
-
-
-def in_update_of(strategy: Strategy) -> bool:
-    """Return whether a function passed to this strategy's `update` is running."""
-    frames = _stack.frames  # `update` is never at the bottom
-    return bool(frames) and frames[-1].updating and frames[-1].strategy is strategy
-
-
-def in_update() -> bool:
-    """Return whether a function passed to `StrategyExtended.update` is running."""
-    return _top().updating
+    return current().replica is replica
 
 
 class enter:  # noqa: N801 (reads as a verb in a with statement)
@@ -210,9 +231,9 @@ class enter:  # noqa: N801 (reads as a verb in a with statement)
         self,
         strategy: Strategy,
         replica: ReplicaContext | None = None,
-        updating: bool = False,
+        is_update: bool = False,
     ):
-        self._frame = _Frame(strategy, replica, updating)
+        self._frame = Frame(strategy, replica, is_update)
 
     def __enter__(self) -> None:
         _stack.frames.append(self._frame)
@@ -228,7 +249,7 @@ class enter:  # noqa: N801 (reads as a verb in a with statement)
 
 def require_cross_replica(strategy: Strategy, call: str) -> None:
     """Raise ContextError unless in the strategy's cross-replica or default context."""
-    top = _top()
+    top = current()
     if top.strategy is _default[0]:
         return
     if top.strategy is strategy:
@@ -259,20 +280,19 @@ class Scope(threading.local):
 
     def __init__(self, strategy: Strategy):
         self._strategy = strategy
-        self._entered: list[_Frame] = []
+        self._entered: list[Frame] = []
 
     def __repr__(self) -> str:
         return one_line(self, lambda: f"of {self._strategy!r}")
 
     def __enter__(self) -> Strategy:
-        if self._strategy is _default[0] is _top().strategy:
-            # Only effect: no other strategy's scope can be entered
-            frame = _top()._replace(is_default_scope=True)
+        if self._strategy is _default[0] is current().strategy:
+            frame = current()._replace(is_default_scope=True)
         else:
             require_cross_replica(self._strategy, "scope")
             if any(former.is_default_scope for former in _stack.frames):
                 _refuse_mixing("scope", self._strategy, _default[0])
-            frame = _Frame(self._strategy, None)
+            frame = Frame(self._strategy, None)
         _stack.frames.append(frame)
         self._entered.append(frame)
         return self._strategy

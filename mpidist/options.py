@@ -65,7 +65,7 @@ class ReduceOp(enum.Enum):
             return op
         if not isinstance(op, str):
             raise ArgumentTypeError(
-                f"reduce_op must be a ReduceOp or its name, not {validation.shown(op)} "
+                f"reduce_op must be a ReduceOp or its name, not {shown(op)} "
                 f"({type(op).__name__})"
             )
         try:
@@ -73,7 +73,7 @@ class ReduceOp(enum.Enum):
         except KeyError:
             raise ArgumentError(
                 "reduce_op must be 'SUM', 'MEAN', 'MIN', 'MAX' or 'PRODUCT', not "
-                f"{validation.shown(op)}"
+                f"{shown(op)}"
             ) from None
 
     @staticmethod
@@ -123,13 +123,13 @@ class VariableSynchronization(enum.Enum):
         Raises:
           ArgumentError: NONE, or not a member.
         """
-        found = cls.AUTO if synchronization is None else _member(cls, synchronization)
-        if found is None or found is cls.NONE:
+        member = cls.AUTO if synchronization is None else _member(cls, synchronization)
+        if member is None or member is cls.NONE:
             raise ArgumentError(
                 "synchronization must be a VariableSynchronization, AUTO, ON_WRITE or "
                 f"ON_READ, not {shown(synchronization)}"
             )
-        return cls.ON_WRITE if found is cls.AUTO else found
+        return cls.ON_WRITE if member is cls.AUTO else member
 
 
 class VariableAggregation(enum.Enum):
@@ -158,12 +158,12 @@ class VariableAggregation(enum.Enum):
         Raises:
           ArgumentError: not a member.
         """
-        found = cls.NONE if aggregation is None else _member(cls, aggregation)
-        if found is None:
+        member = cls.NONE if aggregation is None else _member(cls, aggregation)
+        if member is None:
             raise ArgumentError(
                 f"aggregation must be a VariableAggregation, not {shown(aggregation)}"
             )
-        return found
+        return member
 
 
 def _member(kind: type[K], value: Any) -> K | None:
@@ -203,8 +203,7 @@ class CommunicationImplementation(enum.Enum):
         if name not in cls.__members__:
             known = ", ".join(cls.__members__)
             raise ArgumentError(
-                f"implementation must be one of {known}, not "
-                f"{validation.shown(implementation)}"
+                f"implementation must be one of {known}, not {shown(implementation)}"
             )
         return cls[name]
 
@@ -271,14 +270,14 @@ class CommunicationOptions:
         self._check_compression()
 
     def _check_compression(self) -> None:
-        given = self.compression
-        is_text = given is None or isinstance(given, str)
-        if not is_text or given not in (None, "float16", "bfloat16"):
+        compression = self.compression
+        is_text = compression is None or isinstance(compression, str)
+        if not is_text or compression not in (None, "float16", "bfloat16"):
             raise ArgumentError(
                 "compression must be None, 'float16' or 'bfloat16', not "
-                f"{validation.shown(given)}"
+                f"{shown(compression)}"
             )
-        if given == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
+        if compression == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
             raise ArgumentError(
                 "compression='bfloat16' needs the package ml_dtypes, which is not "
                 "installed; use 'float16', or pip install ml_dtypes"
@@ -431,47 +430,18 @@ class Options:
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
 
     @property
-    def experimental_distribute(self) -> _DistributeOptions:
-        """The options of the division over workers."""
-        return _DistributeOptions(self)
+    def experimental_distribute(self) -> Options:
+        """The options of the division over workers: these, as there are no others."""
+        return self
 
     def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, _checked_policy(name, value))
-
-
-class _DistributeOptions:
-    """The options of the division over workers; a part of `Options`."""
-
-    __slots__ = ("_options",)
-    _options: Options
-
-    def __init__(self, options: Options):
-        object.__setattr__(self, "_options", options)
-
-    @property
-    def auto_shard_policy(self) -> AutoShardPolicy:
-        """How the dataset is divided over the workers."""
-        return self._options.auto_shard_policy
-
-    @auto_shard_policy.setter
-    def auto_shard_policy(self, policy: AutoShardPolicy) -> None:
-        self._options.auto_shard_policy = policy
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, _checked_policy(name, value))
-
-    def __repr__(self) -> str:
-        return f"DistributeOptions(auto_shard_policy={self.auto_shard_policy!r})"
-
-
-def _checked_policy(name: str, value: Any) -> AutoShardPolicy:
-    if name != "auto_shard_policy":
-        raise AttributeError(
-            f"a dataset has no option {name!r}; the only option is auto_shard_policy"
-        )
-    if not isinstance(value, AutoShardPolicy):
-        raise ArgumentTypeError(
-            "auto_shard_policy must be an AutoShardPolicy, not "
-            f"{validation.shown(value)}"
-        )
-    return value
+        if name != "auto_shard_policy":
+            raise AttributeError(
+                f"a dataset has no option {name!r}; the only option is "
+                "auto_shard_policy"
+            )
+        if not isinstance(value, AutoShardPolicy):
+            raise ArgumentTypeError(
+                f"auto_shard_policy must be an AutoShardPolicy, not {shown(value)}"
+            )
+        object.__setattr__(self, name, value)

@@ -404,7 +404,7 @@ def regroup(value: Any, replica_id: int, num_replicas: int) -> Any:
 
     None, variables and distributed values are left as they are.
     """
-    if num_replicas == 1 or value is None:
+    if num_replicas == 1 or value is None or isinstance(value, DistributedValues):
         return value
     kind = type(value)
     if kind in _COMMON:
@@ -434,25 +434,27 @@ def select_replica(value: Any) -> Any:
     return _select(value) if type(value) in _COMMON else nest.map_leaves(_select, value)
 
 
-def local_arguments(args: Any, kwargs: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+def local_arguments(
+    args: Any, kwargs: Any
+) -> tuple[tuple[Any, ...] | list[Any], dict[str, Any]]:
     """Return checked arguments of a call, with this process's components in them."""
-    args, kwargs = validation.call_arguments(args, kwargs)
-    if not kwargs:
-        # The common case, one array after the other, takes no nest apart.
-        found = []
+    if type(args) is tuple and kwargs is None:
+        # Fast path for one array after the other: no nest is taken apart
+        components = []
         for value in args:
             kind = type(value)
             if kind in _WITH_COMPONENT:
-                found.append(value._values[0])
+                components.append(value._values[0])
             elif kind in _COMMON:
-                found.append(value)
+                components.append(value)
             elif isinstance(value, DistributedValues):
-                found.append(_select(value))
+                components.append(_select(value))
             else:
                 break
         else:
-            return found, kwargs
-    selected: tuple[Sequence[Any], dict[str, Any]] = select_replica((args, kwargs))
+            return components, {}
+    selected: tuple[tuple[Any, ...], dict[str, Any]]
+    selected = select_replica(validation.call_arguments(args, kwargs))
     return selected
 
 

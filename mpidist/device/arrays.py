@@ -466,10 +466,10 @@ def _list_value_bytes(dtype: np.dtype[Any]) -> list[bool]:
         base, shape = dtype.subdtype
         return _list_value_bytes(base) * int(np.prod(shape))
     if dtype.fields is not None:
-        found = [False] * dtype.itemsize
+        is_value = [False] * dtype.itemsize
         for field, start, *_ in dtype.fields.values():
-            found[start : start + field.itemsize] = _list_value_bytes(field)
-        return found
+            is_value[start : start + field.itemsize] = _list_value_bytes(field)
+        return is_value
     # x86's extended precision: 10 bytes, stored in 12 or 16
     if dtype.char in "gG" and np.finfo(dtype).nmant == 63:
         number_bytes = dtype.itemsize // (2 if dtype.char == "G" else 1)

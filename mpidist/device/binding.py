@@ -128,9 +128,9 @@ def shared_gpus(identities: Sequence[GpuIdentity | None]) -> list[list[int]]:
       identities: each rank's GPU, by rank; None for a rank on a CPU.
     """
     ranks_on: dict[tuple[str, str, str], list[int]] = {}
-    for rank, found in enumerate(identities):
-        if found is not None:
-            key = found.host, found.pci_bus_id, found.uuid
+    for rank, gpu in enumerate(identities):
+        if gpu is not None:
+            key = gpu.host, gpu.pci_bus_id, gpu.uuid
             ranks_on.setdefault(key, []).append(rank)
     return [ranks for ranks in ranks_on.values() if len(ranks) > 1]
 
@@ -138,11 +138,11 @@ def shared_gpus(identities: Sequence[GpuIdentity | None]) -> list[list[int]]:
 def require_own_gpus(identities: Sequence[GpuIdentity | None]) -> None:
     """Raise a LaunchError if two ranks have the same GPU; see `shared_gpus`."""
     for ranks in shared_gpus(identities):
-        found = identities[ranks[0]]
-        assert found is not None
+        gpu = identities[ranks[0]]
+        assert gpu is not None
         raise LaunchError(
             f"ranks {', '.join(map(str, ranks))} would share one GPU, "
-            f"{found.pci_bus_id} ({found.name}) on {found.host}: start one rank per "
+            f"{gpu.pci_bus_id} ({gpu.name}) on {gpu.host}: start one rank per "
             "GPU (srun --gpus-per-task=1, or as many ranks per node as it has GPUs), "
             "pass devices=['CPU:0'], or allow_shared_gpu=True if sharing is intended"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -110,14 +111,14 @@ class HostCopies:
         buffer.take(size_bytes)
         return buffer
 
-    def send(self, buffer: _Buffer, places: Sequence[Any]) -> None:
+    def send(self, buffer: _Buffer, targets: Sequence[Any]) -> None:
         """Start copying a buffer's contents to consecutive arrays on the GPU."""
         stream = self._streams[1]
         start = buffer.address
-        for place in places:
-            if place.nbytes:
-                place.data.copy_from_host_async(start, place.nbytes, stream)
-                start += place.nbytes
+        for target in targets:
+            if target.nbytes:
+                target.data.copy_from_host_async(start, target.nbytes, stream)
+                start += target.nbytes
         buffer.event = record(stream)
 
     def _next(self, buffers: Sequence[_Buffer], kind: int) -> _Buffer:
@@ -135,9 +136,12 @@ class SmallCopies:
     All copies are queued on the current stream. Call `down`, then `up`.
     """
 
-    def __init__(self) -> None:
-        self._down, self._up = Pinned(), Pinned()
-        self._sent: Any = None  # the event after which the copies of `up` are done
+    _sent: Any = None  # the event after which the copies of `up` are done
+
+    @functools.cached_property
+    def _buffers(self) -> tuple[Pinned, Pinned]:
+        """The memory for copies to the host, and for those to the GPU."""
+        return Pinned(), Pinned()
 
     def down(self, values: Sequence[Any]) -> list[Any]:
         """Return the arrays on the host; they are valid until the next call.
@@ -151,8 +155,9 @@ class SmallCopies:
         stream = cupy.cuda.get_current_stream()
         there = [arrays.is_device_array(value) for value in values]
         starts, size = _lay_out(values)
-        host, address = self._down.take(size), self._down.address
-        found = list(values)
+        buffer, _ = self._buffers
+        host, address = buffer.take(size), buffer.address
+        on_host = list(values)
         for j in itertools.compress(range(len(values)), there):
             value = cupy.ascontiguousarray(values[j])
             start, stop = starts[j], starts[j] + value.nbytes
@@ -160,12 +165,12 @@ class SmallCopies:
                 source, to = value.data.ptr, address + start
                 runtime.memcpyAsync(to, source, value.nbytes, _TO_HOST, stream.ptr)
             # Not value.shape: ascontiguousarray turns 0 dimensions into 1
-            found[j] = host[start:stop].view(value.dtype).reshape(values[j].shape)
+            on_host[j] = host[start:stop].view(value.dtype).reshape(values[j].shape)
         stream.synchronize()
         # The copies of the last `up` may be on another stream
         if self._sent is not None:
             self._sent.synchronize()
-        return found
+        return on_host
 
     def up(self, results: Sequence[Any], like: Sequence[Any]) -> list[Any]:
         """Copy each result to the GPU if its counterpart in `like` is there."""
@@ -174,22 +179,23 @@ class SmallCopies:
 
         stream = cupy.cuda.get_current_stream()
         starts, size = _lay_out(results)
-        host, address = self._up.take(size), self._up.address
-        found = list(results)
+        _, buffer = self._buffers
+        host, address = buffer.take(size), buffer.address
+        copies = list(results)
         for j, result in enumerate(results):
             if arrays.is_device_array(like[j]):
-                found[j] = cupy.empty(result.shape, result.dtype)
+                copies[j] = cupy.empty(result.shape, result.dtype)
                 start, stop = starts[j], starts[j] + result.nbytes
                 if result.nbytes:
                     host[start:stop].view(result.dtype)[...] = result.reshape(-1)
-                    to, source = found[j].data.ptr, address + start
+                    to, source = copies[j].data.ptr, address + start
                     runtime.memcpyAsync(
                         to, source, result.nbytes, _TO_DEVICE, stream.ptr
                     )
         if self._sent is None:
             self._sent = cupy.cuda.Event(disable_timing=True)
         self._sent.record(stream)
-        return found
+        return copies
 
 
 def _lay_out(values: Sequence[Any]) -> tuple[list[int], int]:

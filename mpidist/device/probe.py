@@ -107,8 +107,8 @@ def library_path() -> Path | None:
     except OSError:  # not on Linux
         return None
     pattern = r"^\S+ r\S+ .*?(/\S*/libmpi(?:_cray|ch)?\.so[.\d]*)$"
-    found = re.search(pattern, maps, re.MULTILINE)
-    return None if found is None else Path(found[1])
+    match = re.search(pattern, maps, re.MULTILINE)
+    return None if match is None else Path(match[1])
 
 
 def _mpirun(library: Path | None) -> Path | None:

@@ -154,59 +154,11 @@ class Part(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class CopyStream(Protocol):
-    """A stream that copies to one device, with the memory that it copies from and to.
-
-    Methods queue work and return at once; the work is done in order. Memory of `pin`
-    and `reserve` is reused after the last reference to it is gone. Any thread may call
-    any method.
-    """
-
-    def pin(self, size: int) -> npt.NDArray[np.uint8]:
-        """Return at least `size` bytes of page-locked host memory.
-
-        Sizes are rounded up, for example to powers of two, so that memory is reused.
-        """
-
-    def reserve(self, size: int) -> Any:
-        """Return `size` bytes of device memory that only this stream may write."""
-
-    def holds(self, leaf: Any) -> bool:
-        """Return whether `leaf` is an array on a device already."""
-
-    def send(self, host: npt.NDArray[np.uint8], staged: Any, start: int) -> None:
-        """Copy `host` (of `pin`) to `staged` (of `reserve`), from byte `start` on.
-
-        The caller must keep a reference to `host` until the copy is done.
-        """
-
-    def send_array(self, array: Any, staged: Any, part: Part) -> None:
-        """Copy `array`, of the calling thread's current stream, to a part of `staged`.
-
-        The caller need not keep a reference to it.
-        """
-
-    def wait(self, event: Event) -> None:
-        """Make later work wait for `event`, of another stream."""
-
-    def record(self) -> Event:
-        """Record an event after the work queued until now."""
-
-    def fetch(
-        self, staged: Any, parts: Sequence[Part], sent: Event
-    ) -> tuple[list[Any], Event]:
-        """Return copies of parts of `staged`, and the event of the end of the copies.
-
-        The calling thread's current stream waits for `sent` and makes the copies; they
-        are memory of that stream.
-        """
-
-
 def copy_stream(device: str) -> CopyStream | None:
     """Return the copy stream of a device; None for a CPU, which needs none."""
     if device.startswith("CPU"):
         return None
-    return _CudaCopyStream(int(device.partition(":")[2]))
+    return CopyStream(int(device.partition(":")[2]))
 
 
 # One per GPU: CuPy's pool keeps freed memory for the stream of its allocation, so the
@@ -214,8 +166,16 @@ def copy_stream(device: str) -> CopyStream | None:
 _CUDA_STREAMS: dict[int, Any] = {}
 
 
-class _CudaCopyStream:
-    """See `CopyStream`."""
+class CopyStream:
+    """A stream that copies to one GPU, with the memory that it copies from and to.
+
+    Methods queue work and return at once; the work is done in order. Memory of `pin`
+    and `reserve` is reused after the last reference to it is gone. Any thread may call
+    any method.
+
+    Args:
+      index: the CUDA device index of the GPU.
+    """
 
     def __init__(self, index: int):
         import cupy
@@ -245,7 +205,9 @@ class _CudaCopyStream:
         return event
 
     def pin(self, size: int) -> npt.NDArray[np.uint8]:
-        """See `CopyStream.pin`. The memory is of CuPy's pool of page-locked memory.
+        """Return at least `size` bytes of page-locked host memory, of CuPy's pool.
+
+        Sizes are rounded up, for example to powers of two, so that memory is reused.
 
         Raises:
           MemoryError: there is not enough of it.
@@ -265,54 +227,65 @@ class _CudaCopyStream:
         return np.frombuffer(memory, np.uint8)
 
     def reserve(self, size: int) -> Any:
-        """See `CopyStream.reserve`."""
+        """Return `size` bytes of device memory that only this stream may write."""
         with self._device, self._stream:
             return self._cupy.empty(size, np.uint8)
 
     def holds(self, leaf: Any) -> bool:
-        """See `CopyStream.holds`."""
+        """Return whether `leaf` is an array on a device already."""
         return arrays.is_device_array(leaf)
 
     def send(self, host: npt.NDArray[np.uint8], staged: Any, start: int) -> None:
-        """See `CopyStream.send`."""
+        """Copy `host` (of `pin`) to `staged` (of `reserve`), from byte `start` on.
+
+        The caller must keep a reference to `host` until the copy is done.
+        """
         with self._device:
             staged[start : start + host.size].set(host, self._stream)
 
     def send_array(self, array: Any, staged: Any, part: Part) -> None:
-        """See `CopyStream.send_array`. The array may lie on another GPU."""
+        """Copy `array`, of the calling thread's current stream, to a part of `staged`.
+
+        The array may lie on another GPU. The caller need not keep a reference to it.
+        """
         with on_gpu(array.device.id):
             array = self._cupy.ascontiguousarray(array)
             here = self._cupy.cuda.get_current_stream()
             made = self._record(here)
         with self._device:
             self._stream.wait_event(made)
-            place = staged.data + part.start
-            place.copy_from_device_async(array.data, part.nbytes, self._stream)
+            target = staged.data + part.start
+            target.copy_from_device_async(array.data, part.nbytes, self._stream)
             sent = self._record(self._stream)
         with on_gpu(array.device.id):
-            here.wait_event(sent)  # before its memory is given to others
+            here.wait_event(sent)  # before its memory is reused
 
     def wait(self, event: Any) -> None:
-        """See `CopyStream.wait`."""
+        """Make later work wait for `event`, of another stream."""
         with self._device:
             self._stream.wait_event(event)
 
-    def record(self) -> Any:
-        """See `CopyStream.record`."""
+    def record(self) -> Event:
+        """Record an event after the work queued until now."""
         with self._device:
-            return self._record(self._stream)
+            event: Event = self._record(self._stream)
+        return event
 
     def fetch(
         self, staged: Any, parts: Sequence[Part], sent: Any
     ) -> tuple[list[Any], Any]:
-        """See `CopyStream.fetch`."""
+        """Return copies of parts of `staged`, and the event of the end of the copies.
+
+        The calling thread's current stream waits for `sent` and makes the copies; they
+        are memory of that stream.
+        """
         with self._device:
             here = self._cupy.cuda.get_current_stream()
             here.wait_event(sent)
             fetched = []
             for part in parts:
                 array = self._cupy.empty(part.shape, part.dtype)
-                place = staged.data + part.start
-                array.data.copy_from_device_async(place, part.nbytes, here)
+                source = staged.data + part.start
+                array.data.copy_from_device_async(source, part.nbytes, here)
                 fetched.append(array)
             return fetched, self._record(here)

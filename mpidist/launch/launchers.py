@@ -8,13 +8,16 @@ srun, MPICH's protocol may be offered to a library that does not support it.
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from mpidist.errors import LaunchError
+from mpidist.util.cpython import is_starting_worker
 from mpidist.util.settings import ALLOW_SINGLETON, decimal
 
 __all__ = [
@@ -33,6 +36,7 @@ __all__ = [
     "is_of_mpirun",
     "leave_job",
     "protocol_of",
+    "run_program",
 ]
 
 
@@ -128,9 +132,7 @@ def leave_job(environ: MutableMapping[str, str]) -> None:
     the rank's script, and this package with it. With the variables of the rank, MPI
     would abort it.
     """
-    multiprocessing = sys.modules.get("multiprocessing.process")
-    worker = multiprocessing and multiprocessing.current_process()
-    if getattr(worker, "_inheriting", False):  # it is starting
+    if is_starting_worker():
         for name in [name for name in environ if name.startswith(_OF_A_RANK)]:
             del environ[name]
         environ[ALLOW_SINGLETON.name] = "1"
@@ -147,8 +149,8 @@ def environ_of_another_job(environ: Mapping[str, str]) -> dict[str, str]:
 
 def find_local_rank(environ: Mapping[str, str]) -> int | None:
     """Return this process's number on its node, by the launcher's variables."""
-    found = (decimal(environ.get(one.local_rank, "")) for one in LAUNCHERS.values())
-    return next((number for number in found if number is not None), None)
+    ranks = (decimal(environ.get(one.local_rank, "")) for one in LAUNCHERS.values())
+    return next((rank for rank in ranks if rank is not None), None)
 
 
 def is_of_mpirun(environ: Mapping[str, str]) -> bool:
@@ -276,3 +278,31 @@ def protocol_of(library: str) -> str:
     if "Open MPI" in library:
         return "pmix"
     return "cray_shasta" if "CRAY MPICH" in library else "pmi2"
+
+
+def run_program(
+    command: Sequence[str], seconds: float, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end; return its exit status, and its output as text.
+
+    Its messages are in English. Bytes that are not valid UTF-8 are replaced.
+
+    Args:
+      command: the program, and its arguments.
+      seconds: how long it may take.
+      environ: its environment variables, by default those of this process.
+
+    Raises:
+      OSError: it cannot be started.
+      subprocess.TimeoutExpired: it took longer.
+    """
+    return subprocess.run(
+        command,
+        env={**(os.environ if environ is None else environ), "LC_ALL": "C"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=seconds,
+        check=False,
+    )

@@ -65,9 +65,9 @@ def _import_mpi() -> None:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
         raise LaunchError(
-            f"mpidist needs an MPI library, but mpi4py finds none ({said}): "
+            f"mpidist needs an MPI library, but mpi4py finds none ({reason}): "
             f"{launchers.NO_MPI}"
         ) from None
     finally:

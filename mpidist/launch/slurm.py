@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from mpidist.errors import ArgumentError, ArgumentTypeError, LaunchError
-from mpidist.launch.launchers import LAUNCHERS, is_of_mpirun
-from mpidist.util import logs, programs, validation
+from mpidist.launch.launchers import LAUNCHERS, is_of_mpirun, run_program
+from mpidist.util import logs, validation
 from mpidist.util.representation import one_line
 from mpidist.util.settings import decimal
 
@@ -247,20 +247,15 @@ def _find_gpus(
 
     There are no names if Slurm has bound GPUs to tasks.
     """
-    per_node = validation.optional_integer("gpus_per_node", per_node)
-    per_task = validation.optional_integer("gpus_per_task", per_task)
-    names = map(str.strip, os.environ.get(_VISIBLE, "").split(","))
-    visible = [name for name in names if name]
+    per_node = validation.optional_integer("gpus_per_node", per_node, 0)
+    per_task = validation.optional_integer("gpus_per_task", per_task, 0)
+    visible = re.findall(r"[^,\s]+", os.environ.get(_VISIBLE, ""))
     on_node = decimal(os.environ.get("SLURM_GPUS_ON_NODE", ""))
     on_node = len(visible) if on_node is None else on_node
     are_bound = 0 < len(visible) < on_node
-    if per_node is None:
-        per_node = on_node
+    per_node = on_node if per_node is None else per_node
     if per_task is None:
         per_task = len(visible) if are_bound else per_node // tasks
-    if per_node < 0 or per_task < 0:
-        fewest = validation.shown(min(per_node, per_task))
-        raise ArgumentError(f"the number of GPUs must be >= 0, not {fewest}")
     if tasks * per_task > per_node:
         raise LaunchError(
             f"{tasks} tasks on a node with {per_task} GPUs each need more than the "
@@ -406,16 +401,12 @@ def _ask_squeue(environ: Mapping[str, str]) -> float:
         job = f"{environ['SLURM_ARRAY_JOB_ID']}_{task}"
     # The user's own options of squeue may hide the job
     kept = {k: v for k, v in environ.items() if not k.startswith("SQUEUE_")}
-    ended = programs.run(
-        ["squeue", "--noheader", f"--jobs={job}", "--format=%e"],
-        _SQUEUE_SECONDS,
-        kept,
-        SLURM_TIME_FORMAT="standard",
-        TZ="UTC0",  # local times occur twice when a clock is set back
-    )
+    # Local times occur twice when a clock is set back
+    kept |= {"SLURM_TIME_FORMAT": "standard", "TZ": "UTC0"}
+    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%e"]
+    ended = run_program(command, _SQUEUE_SECONDS, kept)
     if ended.returncode:
-        said = ended.stderr.strip() or f"exit status {ended.returncode}"
-        raise ValueError(said)
+        raise ValueError(ended.stderr.strip() or f"exit status {ended.returncode}")
     return _first_end(ended.stdout)
 
 

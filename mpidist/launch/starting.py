@@ -18,8 +18,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpidist.errors import LaunchError
-from mpidist.launch.launchers import NO_MPI, find_launcher, protocol_of
-from mpidist.util import programs
+from mpidist.launch.launchers import (
+    NO_MPI,
+    find_launcher,
+    protocol_of,
+    run_program,
+)
 from mpidist.util.available_memory import available_cores
 from mpidist.util.settings import PREFIX, decimal
 
@@ -89,14 +93,14 @@ def find_library() -> Library:
       LaunchError: mpi4py is not there, or finds no library.
     """
     try:
-        ended = programs.run([sys.executable, "-c", _ASK], _SECONDS)
+        ended = run_program([sys.executable, "-c", _ASK], _SECONDS)
     except subprocess.TimeoutExpired:
         raise LaunchError(f"importing mpi4py took longer than {_SECONDS} s") from None
     # Other packages may print, too
     answer = re.search(r"^mpidist: (.*)$", ended.stdout, re.MULTILINE)
     if ended.returncode or answer is None:
-        said = (ended.stderr.strip() or "nothing on stderr").splitlines()[-1]
-        raise LaunchError(f"mpi4py finds no MPI library ({said}): {NO_MPI}")
+        reason = (ended.stderr.strip() or "nothing on stderr").splitlines()[-1]
+        raise LaunchError(f"mpi4py finds no MPI library ({reason}): {NO_MPI}")
     version, path = json.loads(answer[1])
     return Library(version, None if path is None else Path(path))
 
@@ -217,17 +221,17 @@ def _find_mpirun(library: Library) -> Path:
         names.insert(0, "mpirun.openmpi")  # as Debian and Ubuntu name it
     elif library.family == "MPICH":
         names.insert(0, "mpirun.mpich")
-    found = [folder / "bin" / name for folder in folders for name in names]
-    found += [Path(there) for name in names if (there := shutil.which(name))]
-    looked = []
-    for path in dict.fromkeys(found):
+    candidates = [folder / "bin" / name for folder in folders for name in names]
+    candidates += [Path(there) for name in names if (there := shutil.which(name))]
+    checked = []
+    for path in dict.fromkeys(candidates):
         if not path.is_file():
             continue
-        looked.append(str(path))
-        said = _output_of(str(path), "--version")
-        if re.search(_FAMILIES.get(library.family, ""), said):
+        checked.append(str(path))
+        version = _output_of(str(path), "--version")
+        if re.search(_FAMILIES.get(library.family, ""), version):
             return path
-    others = f", but only {', '.join(looked)}" if looked else ""
+    others = f", but only {', '.join(checked)}" if checked else ""
     name = library.version.partition("\n")[0].partition(",")[0].strip("\0 \t")
     raise LaunchError(
         f"there is no mpirun of {name}, which mpi4py is linked to{others}; install it, "
@@ -238,7 +242,7 @@ def _find_mpirun(library: Library) -> Path:
 def _output_of(*command: str) -> str:
     """Return the output of a program; "" if it cannot be run."""
     try:
-        ended = programs.run(command, _SECONDS)
+        ended = run_program(command, _SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return ended.stdout + ended.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,6 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist.comm.consensus.signatures import (
-    CallSignature,
     group_by_rank,
     name_ranks,
 )
@@ -26,17 +24,13 @@ from mpidist.errors import (
     ContextError,
     MismatchError,
 )
-from mpidist.options import CommunicationOptions, ReduceOp, RunOptions
-from mpidist.strategy.replica_context import ReplicaContext
+from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.strategy.variables import Variable
-from mpidist.util import nest, tracing, validation
-from mpidist.util.counters import RUN
+from mpidist.util import validation
 from mpidist.util.representation import one_line
 from mpidist.util.tracebacks import fold
 from mpidist.values import (
     Mirrored,
-    PerReplica,
-    ValueContext,
     local_arguments,
     local_component,
     regroup,
@@ -46,7 +40,7 @@ from mpidist.values import (
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
 
-__all__ = ["MultiStepContext", "StrategyExtended", "audit_variables"]
+__all__ = ["MultiStepContext", "StrategyExtended"]
 
 
 Arguments = tuple[Any, ...] | list[Any]
@@ -73,9 +67,8 @@ class StrategyExtended(ReplicaGroup):
     ):
         super().__init__(devices, cross_device_ops, communicator, gpu_request)
         self.strategy = strategy
-        self._in_replica = enter(strategy, ReplicaContext(strategy, self.replica_id))
         self._in_cross_replica = enter(strategy)
-        self._in_update = enter(strategy, updating=True)
+        self._in_update = enter(strategy, is_update=True)
         # Called on all ranks before each `run`
         self.before_run: Callable[[], None] | None = None
 
@@ -124,67 +117,10 @@ class StrategyExtended(ReplicaGroup):
         if not isinstance(args, tuple | list):
             args = (args,)
         try:
-            return self.run_replicas(fn, args, kwargs)
+            return self.strategy.run(fn, args, kwargs)
         except BaseException as error:
             fold(error)
             raise
-
-    def run_replicas(
-        self,
-        fn: Callable[..., Any],
-        args: Arguments,
-        kwargs: dict[str, Any] | None,
-    ) -> Any:
-        """Do what `Strategy.run` does."""
-        if self.topology.closed:
-            self.topology.require_open()
-        require_cross_replica(self.strategy, "run")
-        if self.before_run is not None:
-            self.before_run()
-        counters = self.consensus.recorder.counters
-        if not counters.has_begun:
-            counters.begin()
-        trace, begun = tracing.active, time.monotonic_ns()
-        result = self.consensus.run_in_scope("run", self._replica, fn, args, kwargs)
-        if trace is not None:
-            trace.span("run", "run", begun, time.monotonic_ns())
-        counters.mark(RUN)
-        if self.timeline is not None:
-            self.timeline.compare_clocks_if_due()
-        return result
-
-    def require_run_options(self, options: object) -> None:
-        """Raise on all ranks unless these are options of `Strategy.run`."""
-        require_cross_replica(self.strategy, "run")
-        self.consensus.guard(
-            "run", lambda: validation.instance("options", options, RunOptions)
-        )
-
-    def barrier(self, timeout_seconds: float | None) -> None:
-        """Do what `Strategy.barrier` does."""
-        options = self.consensus.guard(
-            "barrier", lambda: CommunicationOptions(timeout_seconds=timeout_seconds)
-        )
-        self.consensus.require_same(
-            CallSignature("barrier"), timeout=options.timeout_seconds
-        )
-
-    def values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Do what `Strategy.experimental_distribute_values_from_function` does."""
-        where = ValueContext(self.replica_id, self.num_replicas)
-        call = CallSignature("experimental_distribute_values_from_function")
-        fn = validation.function
-        value = self.run_collectively(call, lambda: fn("value_fn", value_fn)(where))
-        return nest.map_leaves(lambda x: PerReplica((x,), (self.replica_id,)), value)
-
-    def _replica(
-        self, fn: Callable[..., Any], args: Arguments, kwargs: dict[str, Any] | None
-    ) -> Any:
-        validation.function("fn", fn)
-        given, named = local_arguments(args, kwargs)
-        with self._in_replica:
-            result = fn(*given, **named)
-        return regroup(result, self.replica_id, self.num_replicas)
 
     def merge_call(
         self,
@@ -193,12 +129,9 @@ class StrategyExtended(ReplicaGroup):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run `merge_fn` in cross-replica context; see `ReplicaContext.merge_call`."""
-        if self.topology.closed:
-            self.topology.require_open()
-        result = self.consensus.run_in_scope(
-            "merge_call", self._merge, merge_fn, args, kwargs
-        )
-        return select_replica(result)
+        self.topology.require_open()
+        merged = self.consensus.run("merge_call", self._merge, merge_fn, args, kwargs)
+        return select_replica(merged)
 
     def _merge(
         self,
@@ -207,11 +140,11 @@ class StrategyExtended(ReplicaGroup):
         kwargs: dict[str, Any] | None,
     ) -> Any:
         validation.function("merge_fn", merge_fn)
-        given, named = validation.call_arguments(args, kwargs)
-        merged_args = regroup(given, self.replica_id, self.num_replicas)
-        merged_kwargs = named and regroup(named, self.replica_id, self.num_replicas)
+        args, kwargs = validation.call_arguments(args, kwargs)
+        args = regroup(args, self.replica_id, self.num_replicas)
+        kwargs = kwargs and regroup(kwargs, self.replica_id, self.num_replicas)
         with self._in_cross_replica:
-            return merge_fn(self.strategy, *merged_args, **merged_kwargs)
+            return merge_fn(self.strategy, *args, **kwargs)
 
     def update(
         self,
@@ -250,9 +183,9 @@ class StrategyExtended(ReplicaGroup):
         require_cross_replica(self.strategy, "update")
         target = self._own_copy(var)
         validation.function("fn", fn)
-        given, named = local_arguments(args, kwargs)
+        args, kwargs = local_arguments(args, kwargs)
         with self._in_update:
-            result = fn(target, *given, **named)
+            result = fn(target, *args, **kwargs)
         return None if group else result
 
     def _own_copy(self, var: Any) -> Any:
@@ -348,9 +281,9 @@ class StrategyExtended(ReplicaGroup):
         """
         require_cross_replica(self.strategy, "update_non_slot")
         validation.function("fn", fn)
-        given, named = local_arguments(args, kwargs)
+        args, kwargs = local_arguments(args, kwargs)
         with self._in_update:
-            result = fn(*given, **named)
+            result = fn(*args, **kwargs)
         return None if group else result
 
     def audit_variables(self) -> None:
@@ -368,13 +301,29 @@ class StrategyExtended(ReplicaGroup):
           >>> strategy.extended.audit_variables()
         """
         self.topology.require_open()
-        audit_variables(self)
+        call, consensus = "audit_variables", self.consensus
+        mirrored = {i: v for i, v in self.variables.items() if not v.on_read}
+        checksums = consensus.gather_objects(
+            call, lambda: {i: arrays.checksum(v.local) for i, v in mirrored.items()}
+        )
+        # Some processes may have dropped a variable already
+        for i in sorted(set.intersection(*map(set, checksums))):
+            first = checksums[0][i]
+            differing = [rank for rank, c in enumerate(checksums) if c[i] != first]
+            if differing:
+                element = _first_difference(self, call, mirrored[i].local)
+                raise MismatchError(
+                    f"variable {mirrored[i].name} differs from replica 0's on "
+                    f"{name_ranks(differing)}, first in element {element}"
+                )
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Return whether `v` is a variable of this strategy. Not collective."""
         return isinstance(v, Variable) and v.distribute_strategy is self.strategy
 
-    def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
+    def colocate_vars_with(
+        self, colocate_with_variable: Any
+    ) -> AbstractContextManager[None]:
         """Return a context manager for creating variables on another variable's device.
 
         It only checks the variable: a replica has one device. Not collective. Raises
@@ -385,8 +334,7 @@ class StrategyExtended(ReplicaGroup):
                 "colocate_vars_with needs a variable that was created under this "
                 f"strategy, not {validation.shown(colocate_with_variable)}"
             )
-        manager: AbstractContextManager[None] = nullcontext()
-        return manager
+        return nullcontext()
 
     def value_container(self, value: Any) -> Any:
         """Return the container of `value`, which is itself. Not collective."""
@@ -398,45 +346,31 @@ class StrategyExtended(ReplicaGroup):
         value: Any,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """See `ReplicaContext.all_reduce`."""
+        """Return the reduction over all replicas: `ReplicaContext.all_reduce`."""
         return self.reduce("all_reduce", reduce_op, value, options)
 
     def all_gather(
         self, value: Any, axis: int, options: CommunicationOptions | None = None
     ) -> Any:
-        """See `ReplicaContext.all_gather`."""
+        """Return the replicas' values, concatenated: `ReplicaContext.all_gather`."""
         return self.gather("all_gather", value, axis, options)
 
 
-_CALL = "audit_variables"
+def _first_difference(group: ReplicaGroup, call: str, array: Any) -> str:
+    """Return the first element that is not replica 0's on all ranks, with its values.
 
-
-def audit_variables(group: ReplicaGroup) -> None:
-    """Raise a MismatchError on all replicas if a variable differs. Collective."""
-    mirrored = {i: v for i, v in group.variables.items() if not v.on_read}
-    sums = {i: arrays.checksum(variable.local) for i, variable in mirrored.items()}
-    everyone = group.consensus.gather(_CALL, sums)
-    # Some processes may have dropped a variable already
-    for i in sorted(set.intersection(*map(set, everyone))):
-        if len({sums[i] for sums in everyone}) > 1:
-            _report(group, mirrored[i], [sums[i] for sums in everyone])
-
-
-def _report(group: ReplicaGroup, variable: Any, sums: list[str]) -> None:
-    differing = [rank for rank, checksum in enumerate(sums) if checksum != sums[0]]
-    mine = np.ascontiguousarray(arrays.to_host(variable.local))
-    first = arrays.to_host(group.broadcast_from_first(_CALL, variable.local))
+    Collective.
+    """
+    local = np.ascontiguousarray(arrays.to_host(array))
+    first = arrays.to_host(group.broadcast_from_first(call, array))
     # Compare bytes, as the checksum did: nan equals nan, and 0.0 is not -0.0
-    rows = [arrays.value_bytes(array) for array in (mine, first)]
-    differs = np.flatnonzero((rows[0] != rows[1]).any(axis=1))
-    own = int(differs[0]) if differs.size else mine.size
-    index = min(group.consensus.gather(_CALL, own))
-    values = group.consensus.gather(_CALL, repr(mine.reshape(-1)[index]))
-    place = tuple(int(i) for i in np.unravel_index(index, mine.shape))
-    raise MismatchError(
-        f"variable {variable.name} differs from replica 0's on "
-        f"{name_ranks(differing)}, first in element {place}: {group_by_rank(values)}"
-    )
+    differs = (arrays.value_bytes(local) != arrays.value_bytes(first)).any(axis=1)
+    local_index = int(np.argmax(differs)) if differs.any() else local.size
+    gather = group.consensus.gather_objects
+    index = min(gather(call, lambda: local_index))
+    values = gather(call, lambda: repr(local.reshape(-1)[index]))
+    element = tuple(int(i) for i in np.unravel_index(index, local.shape))
+    return f"{element}: {group_by_rank(values)}"
 
 
 class MultiStepContext:

@@ -79,12 +79,13 @@ class MirroredStrategy(StrategyV1):
             )
         )
         self._devices = None if devices is None else copy.copy(devices)
-        show_banner(self.extended)
-        report_at_end(self.extended)
-        start_by_environment(self.extended)
+        show_banner(self._extended)
+        report_at_end(self._extended)
+        if self._extended.timeline_folder:
+            start_by_environment(self._extended)
 
     def _repr_html_(self) -> str:
-        group = self.extended
+        group = self._extended
         rows = [
             ("replicas", group.num_replicas),
             ("this replica", group.replica_id),
@@ -99,11 +100,11 @@ class MirroredStrategy(StrategyV1):
 
         Collective. Its `cross_device_ops` is an unused copy.
         """
-        self.extended.topology.require_open()
+        self._extended.topology.require_open()
         twin = type(self)(
             self._devices,
-            self.extended.cross_device_ops.unbound(),
-            communicator=self.extended.topology.comm,
+            self._extended.cross_device_ops.unbound(),
+            communicator=self._extended.topology.comm,
             allow_shared_gpu=self._gpu_request.allow_shared,
             cuda_aware=self._gpu_request.cuda_aware,
         )

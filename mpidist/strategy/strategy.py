@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
+from mpidist.comm.gradient_buckets import GradientBuckets
 from mpidist.comm.packing import Axis
-from mpidist.context import Scope, in_replica_of, require_cross_replica
+from mpidist.context import Scope, enter, in_replica_of, require_cross_replica
 from mpidist.data.dataset import DatasetLike
 from mpidist.data.distributed.datasets import DistributedDataset, InputContext
 from mpidist.errors import ContextError
 from mpidist.launch.slurm import SlurmClusterResolver, below_srun
 from mpidist.monitor.statistics import statistics
 from mpidist.monitor.timeline import timeline
-from mpidist.options import InputOptions, ReduceOp, RunOptions
+from mpidist.options import CommunicationOptions, InputOptions, ReduceOp, RunOptions
 from mpidist.strategy.extended import StrategyExtended
+from mpidist.strategy.replica_context import ReplicaContext
 from mpidist.strategy.variables import Variable
-from mpidist.util import near_misses, nest
+from mpidist.util import near_misses, nest, tracing, validation
+from mpidist.util.counters import RUN
 from mpidist.util.nest import Nest
 from mpidist.util.tracebacks import fold
-from mpidist.values import PerReplica, ValueContext, select_replica
+from mpidist.values import (
+    PerReplica,
+    ValueContext,
+    local_arguments,
+    regroup,
+    select_replica,
+)
 
 if TYPE_CHECKING:
     from mpidist.statistics.moments import Description
-from typing import TYPE_CHECKING
-
-from mpidist.comm.gradient_buckets import GradientBuckets
-from mpidist.options import CommunicationOptions
 
 __all__ = ["Strategy"]
 
@@ -52,6 +58,8 @@ class Strategy:
 
     def __init__(self, make_extended: Callable[[Strategy], StrategyExtended]):
         self._extended = make_extended(self)
+        replica = ReplicaContext(self, self._extended.replica_id)
+        self._in_replica = enter(self, replica)
 
     @property
     def extended(self) -> StrategyExtended:
@@ -144,13 +152,42 @@ class Strategy:
           >>> print(strategy.reduce("SUM", result["sum"]))
           12.0
         """
-        if options is not None:
-            self._extended.require_run_options(options)
+        extended = self._extended
+        counters, trace = extended.consensus.recorder.counters, tracing.active
         try:
-            return self._extended.run_replicas(fn, args, kwargs)
+            if extended.topology.closed:
+                extended.topology.require_open()
+            require_cross_replica(self, "run")
+            if extended.before_run is not None:
+                extended.before_run()
+            if not counters.has_begun:
+                counters.begin()
+            begun = time.monotonic_ns()
+            result = extended.consensus.run(
+                "run", self._call_replica, fn, args, kwargs, options
+            )
         except BaseException as error:
             fold(error)
             raise
+        if trace is not None:
+            trace.span("run", "run", begun, time.monotonic_ns())
+        counters.mark(RUN)
+        if extended.timeline is not None:
+            extended.timeline.compare_clocks_if_due()
+        return result
+
+    def _call_replica(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, options: Any
+    ) -> Any:
+        """Call `fn` in replica context, with this replica's components."""
+        if not callable(fn) or options is not None:
+            validation.function("fn", fn)
+            validation.instance("options", options, RunOptions)
+        args, kwargs = local_arguments(args, kwargs)
+        with self._in_replica:
+            result = fn(*args, **kwargs)
+        extended = self._extended
+        return regroup(result, extended.replica_id, extended.num_replicas)
 
     @overload
     def reduce(self, reduce_op: _Op, value: Nest, axis: Axis | None = None) -> Any: ...
@@ -320,7 +357,12 @@ class Strategy:
           DeadlineError: the strategy cannot be used afterwards.
         """
         self._require_own("barrier")
-        self._extended.barrier(timeout_seconds)
+        consensus = self._extended.consensus
+        with consensus.call("barrier") as call:
+            options = call.reserve(
+                lambda: CommunicationOptions(timeout_seconds=timeout_seconds)
+            )
+            consensus.require_same("barrier", timeout=options.timeout_seconds)
 
     def _require_own(self, call: str) -> None:
         """Raise if a collective for any context is not allowed here."""
@@ -428,8 +470,14 @@ class Strategy:
           >>> strategy.reduce("SUM", ids)
           1
         """
-        require_cross_replica(self, "experimental_distribute_values_from_function")
-        return self._extended.values_from_function(value_fn)
+        call, extended = "experimental_distribute_values_from_function", self._extended
+        require_cross_replica(self, call)
+        replica_id = extended.replica_id
+        context = ValueContext(replica_id, extended.num_replicas)
+        value = extended.consensus.run(
+            call, lambda: validation.function("value_fn", value_fn)(context)
+        )
+        return nest.map_leaves(lambda leaf: PerReplica((leaf,), (replica_id,)), value)
 
     def experimental_distribute_dataset(
         self, dataset: DatasetLike, options: InputOptions | None = None
@@ -482,8 +530,8 @@ class Strategy:
           >>> sorted(strategy.statistics()["parts"])
           ['checkpoint', 'communication', 'compute', 'input']
         """
-        found = statistics(self._extended)
-        return self.gather_objects(found) if all_ranks else found
+        local = statistics(self._extended)
+        return self.gather_objects(local) if all_ranks else local
 
     def statistics_of(self, rows: Any, ddof: int = 0) -> Description:
         """Return mean, variance, min and max of the rows of all ranks. Collective.

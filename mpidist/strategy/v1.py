@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TypeVar
 
-from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.context import enter, require_cross_replica
 from mpidist.data.dataset import Dataset, DatasetLike, as_dataset
 from mpidist.data.distributed.datasets import DistributedDataset, InputContext
@@ -27,13 +26,7 @@ from mpidist.util import nest, validation
 from mpidist.util.representation import one_line
 from mpidist.util.tracebacks import fold
 
-__all__ = [
-    "InputIterator",
-    "StrategyExtendedV1",
-    "StrategyV1",
-    "from_dataset",
-    "from_input_fn",
-]
+__all__ = ["InputIterator", "StrategyExtendedV1", "StrategyV1"]
 
 M = TypeVar("M", bound=Mapping[str, Any])
 
@@ -96,7 +89,7 @@ class StrategyExtendedV1(StrategyExtended):
             validation.integer("iterations", iterations, 0)
             return MultiStepContext(initial_loop_values)
 
-        context = self.consensus.guard(call, prepare)
+        context = self.consensus.run(call, prepare)
         with enter(self.strategy):
             for _ in range(iterations):
                 fn(context, iterator.get_next())
@@ -135,10 +128,26 @@ class StrategyV1(Strategy):
             divides.
 
         Raises, on all replicas:
-          ArgumentError: a batch cannot be divided evenly: use make_input_fn_iterator.
+          ArgumentError: a batch cannot be divided evenly: use make_input_fn_iterator;
+            or the dataset is not batched.
+          What `experimental_distribute_dataset` raises.
         """
-        require_cross_replica(self, "make_dataset_iterator")
-        return from_dataset(self.extended, dataset)
+        call, replicas = "make_dataset_iterator", self.num_replicas_in_sync
+        require_cross_replica(self, call)
+
+        def check() -> None:
+            size = as_dataset(dataset, call).pipeline.batch_size
+            if size is not None and size % replicas:
+                raise ArgumentError(
+                    f"{call}: batches of {size} rows cannot be divided into equal "
+                    f"parts for {replicas} replicas; use another batch size, or "
+                    "make_input_fn_iterator, which does not divide batches"
+                )
+
+        self._extended.consensus.run(call, check)
+        return InputIterator(
+            DistributedDataset.of_global_batches(self._extended, dataset, None, call)
+        )
 
     def make_input_fn_iterator(
         self,
@@ -150,15 +159,34 @@ class StrategyV1(Strategy):
         Collective, and so is each `get_next` of the result.
 
         Args:
-          input_fn: returns a dataset, or a function without arguments that returns the
-            next batch, or scalar, at each call. Batches are not divided.
+          input_fn: returns this replica's dataset, or an iterable of batches, or a
+            function without arguments that returns the next batch, or scalar (the same
+            number on all replicas), until it raises StopIteration or OutOfRangeError.
+            Batches are not divided. A replay calls `input_fn` again if it returned a
+            function.
           replication_mode: PER_WORKER.
 
         Raises, on all replicas:
           ArgumentError: another mode; an invalid result of `input_fn`.
+          What `input_fn` raises on any replica.
         """
-        require_cross_replica(self, "make_input_fn_iterator")
-        return from_input_fn(self.extended, input_fn, replication_mode)
+        call, extended = "make_input_fn_iterator", self._extended
+        require_cross_replica(self, call)
+        replicas = extended.num_replicas
+        where = InputContext(replicas, extended.replica_id, replicas)
+
+        def make() -> tuple[Dataset, InputOptions]:
+            if replication_mode is not InputReplicationMode.PER_WORKER:
+                raise ArgumentError(
+                    f"replication_mode must be InputReplicationMode.PER_WORKER, not "
+                    f"{validation.shown(replication_mode)}"
+                )
+            return _make(input_fn, where, call)
+
+        dataset, options = extended.consensus.run(call, make)
+        return InputIterator(
+            DistributedDataset.from_function(extended, lambda _: dataset, options, call)
+        )
 
     def experimental_run(
         self, fn: Callable[..., Any], input_iterator: InputIterator | None = None
@@ -170,27 +198,28 @@ class StrategyV1(Strategy):
         """
         require_cross_replica(self, "experimental_run")
         try:
-            return self._run(fn, input_iterator)
+            if input_iterator is None:
+                return self.run(fn)
+            if not isinstance(input_iterator, InputIterator):
+                name = "input_iterator"
+                with self._extended.consensus.call("experimental_run") as call:
+                    # It raises, on all ranks
+                    call.reserve(
+                        validation.instance, name, input_iterator, InputIterator
+                    )
+            return self.run(fn, (input_iterator.get_next(),))
         except BaseException as error:
             fold(error)
             raise
 
-    def _run(self, fn: Callable[..., Any], input_iterator: InputIterator | None) -> Any:
-        if input_iterator is None:
-            return self.run(fn)
-        self.extended.consensus.guard(
-            "experimental_run",
-            lambda: validation.instance(
-                "input_iterator", input_iterator, InputIterator
-            ),
-        )
-        return self.run(fn, (input_iterator.get_next(),))
-
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: Any = None
     ) -> Dataset:
-        """See `StrategyExtended.experimental_make_numpy_dataset`. Not collective."""
-        return self.extended.experimental_make_numpy_dataset(numpy_input, session)
+        """Return a dataset of the rows of arrays, like `Dataset.from_tensor_slices`.
+
+        Not collective.
+        """
+        return self._extended.experimental_make_numpy_dataset(numpy_input, session)
 
     def group(self, value: Any, name: str | None = None) -> Any:
         """Return this replica's component if `value` is a single value, else None.
@@ -208,11 +237,8 @@ class StrategyV1(Strategy):
     def colocate_vars_with(
         self, colocate_with_variable: Any
     ) -> AbstractContextManager[None]:
-        """See `StrategyExtended.colocate_vars_with`. Not collective."""
-        found: AbstractContextManager[None] = self.extended.colocate_vars_with(
-            colocate_with_variable
-        )
-        return found
+        """Return a context manager that only checks the variable. Not collective."""
+        return self._extended.colocate_vars_with(colocate_with_variable)
 
     def configure(
         self,
@@ -235,8 +261,8 @@ class StrategyV1(Strategy):
           ArgumentTypeError: `session_config` is not a mutable mapping.
           UnsupportedError: a cluster or a task was given.
         """
-        given = {"cluster_spec": cluster_spec, "task_type": task_type}
-        for name, value in {**given, "task_id": task_id}.items():
+        cluster = {"cluster_spec": cluster_spec, "task_type": task_type}
+        for name, value in {**cluster, "task_id": task_id}.items():
             if value is not None:
                 raise UnsupportedError(
                     f"configure: {name} must be None, not {validation.shown(value)}: "
@@ -253,7 +279,7 @@ class StrategyV1(Strategy):
 
     def experimental_initialize(self) -> list[Any]:
         """Return []: the constructor has initialized everything."""
-        self.extended.topology.require_open()
+        self._extended.topology.require_open()
         return []
 
     def update_config_proto(self, config_proto: M) -> M:
@@ -276,7 +302,7 @@ class StrategyV1(Strategy):
                 f"config_proto must be a mapping, not {validation.shown(config_proto)}"
             )
         updated: Any = copy.deepcopy(config_proto)
-        extended = self.extended
+        extended = self._extended
         updated["num_replicas"] = extended.num_replicas
         updated["replica_id"] = extended.replica_id
         updated["device"] = extended.device
@@ -360,72 +386,6 @@ class InputIterator:
             self.initialize()
         assert self._iterator is not None
         return self._iterator
-
-
-def from_dataset(extended: StrategyExtended, dataset: DatasetLike) -> InputIterator:
-    """See `Strategy.make_dataset_iterator`. Collective.
-
-    Args:
-      extended: the strategy's `extended`.
-      dataset: batched by the GLOBAL batch size, which the number of replicas divides.
-
-    Raises, on all replicas:
-      ArgumentError: the batches cannot be divided into equal parts, or the dataset is
-        not batched.
-      What `Strategy.experimental_distribute_dataset` raises.
-    """
-    call, replicas = "make_dataset_iterator", extended.num_replicas
-
-    def check() -> None:
-        size = as_dataset(dataset, call).pipeline.batch_size
-        if size is not None and size % replicas:
-            raise ArgumentError(
-                f"{call}: batches of {size} rows cannot be divided into equal parts "
-                f"for {replicas} replicas; use another batch size, or "
-                "make_input_fn_iterator, which does not divide batches"
-            )
-
-    extended.run_collectively(CallSignature(call), check)
-    return InputIterator(
-        DistributedDataset.of_global_batches(extended, dataset, None, call)
-    )
-
-
-def from_input_fn(
-    extended: StrategyExtended,
-    input_fn: Callable[[InputContext], Any],
-    replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
-) -> InputIterator:
-    """See `Strategy.make_input_fn_iterator`. Collective.
-
-    Args:
-      extended: the strategy's `extended`.
-      input_fn: called with an `InputContext`. It returns this replica's dataset, or an
-        iterable of batches, or a function that returns the next batch each time it is
-        called, until it raises StopIteration (or OutOfRangeError). Batches are not
-        divided. The function may also return scalars, the same number on all replicas.
-        If `input_fn` returned a function, a replay calls `input_fn` again.
-      replication_mode: PER_WORKER.
-
-    Raises, on all replicas:
-      ArgumentError: another mode; an invalid result of `input_fn`.
-      What `input_fn` raises on any replica.
-    """
-    call, replicas = "make_input_fn_iterator", extended.num_replicas
-    where = InputContext(replicas, extended.replica_id, replicas)
-
-    def make() -> tuple[Dataset, InputOptions]:
-        if replication_mode is not InputReplicationMode.PER_WORKER:
-            raise ArgumentError(
-                f"replication_mode must be InputReplicationMode.PER_WORKER, not "
-                f"{validation.shown(replication_mode)}"
-            )
-        return _make(input_fn, where, call)
-
-    dataset, options = extended.run_collectively(CallSignature(call), make)
-    return InputIterator(
-        DistributedDataset.from_function(extended, lambda _: dataset, options, call)
-    )
 
 
 def _make(

@@ -12,6 +12,10 @@
     in `update`        own copy only, whatever the       own copy only
                        aggregation
 
+Scatters, which change some rows or elements, have two exceptions: in replica context,
+SUM and MEAN allow additions and subtractions only; ON_READ variables can be changed
+only in `update`.
+
 A copy is never changed in place: an assignment replaces the array. So arrays that were
 read before do not change. NumPy arrays are read-only. CuPy has no read-only arrays: do
 not change an array that was read from a variable on a GPU.
@@ -19,23 +23,34 @@ not change an array that was read from a variable on a GPU.
 
 from __future__ import annotations
 
+import functools
+import numbers
 import operator
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 
 from mpidist import context
+from mpidist.comm import arithmetic
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.device import arrays
-from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError
-from mpidist.options import VariableAggregation, VariableSynchronization
+from mpidist.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ContextError,
+    UnsupportedError,
+)
+from mpidist.options import ReduceOp, VariableAggregation, VariableSynchronization
 from mpidist.strategy import assignment
-from mpidist.strategy.assignment import Part, number_class, root_of
-from mpidist.util import validation
+from mpidist.strategy.assignment import batch_indices, row_indices
+from mpidist.util import nest, validation
 from mpidist.values import (
     ArrayView,
     DistributedValues,
     IndexedSlices,
+    Mirrored,
     make_read_only,
 )
 
@@ -45,8 +60,15 @@ if TYPE_CHECKING:
 __all__ = ["Variable"]
 
 
-_ON_READ = VariableSynchronization.ON_READ
+_NONE, _SUM, _MEAN, _FIRST = (
+    VariableAggregation.NONE,
+    VariableAggregation.SUM,
+    VariableAggregation.MEAN,
+    VariableAggregation.ONLY_FIRST_REPLICA,
+)
 Name = str | None
+# Returns the new copy, given the old one and what is assigned
+Apply = Callable[[Any, Any], Any]
 
 
 class Reference:
@@ -124,16 +146,12 @@ class Variable(ArrayView, DistributedValues):
         aggregation: VariableAggregation = VariableAggregation.NONE,
     ):
         self._strategy = context.get_strategy()
-        number = self._strategy.extended.register(self)
+        self._is_default = not context.has_strategy()
+        extended = self._extended = self._strategy.extended
+        number = extended.register(self)
         self._name = name if isinstance(name, str) else f"Variable_{number}"
         self._constraint = constraint
         self._root: Any = None  # see `__getitem__`
-        self._synchronization = VariableSynchronization.ON_WRITE
-        self._aggregation = VariableAggregation.NONE
-        self._trainable = False
-
-        extended = self._strategy.extended
-        call = f"Variable {self._name}"
 
         def prepare() -> Any:
             if name is not None and not isinstance(name, str):
@@ -142,18 +160,24 @@ class Variable(ArrayView, DistributedValues):
                 )
             validation.optional_function("constraint", constraint)
             self._synchronization = VariableSynchronization.parse(synchronization)
+            self._is_on_read = self._synchronization is VariableSynchronization.ON_READ
             self._aggregation = VariableAggregation.parse(aggregation)
-            self._trainable = not self.on_read
+            self._trainable = not self._is_on_read
             if trainable is not None:
                 self._trainable = validation.switch("trainable", trainable)
             return arrays.to_device(
                 assignment.initial(initial_value, dtype), extended.device
             )
 
-        first = extended.consensus.guard(call, prepare)
-        local = extended.broadcast_from_first(call, first)
-        self._cannot_overflow = local.dtype.kind not in "iu"
-        self._number = number_class(local)
+        call = f"Variable {self._name}"
+        local = extended.consensus.run(call, prepare)
+        local = extended.broadcast_from_first(call, local)
+        self._can_overflow = local.dtype.kind in "iu"
+        # Whether values of several replicas can be combined to one
+        self._is_combined = self._aggregation in (_SUM, _FIRST) or (
+            self._aggregation is _MEAN and arrays.is_floating(local.dtype)
+        )
+        self._number = _number_class(local)
         super().__init__((make_read_only(local),), (extended.replica_id,))
 
     @property
@@ -198,7 +222,7 @@ class Variable(ArrayView, DistributedValues):
     @property
     def device(self) -> str:
         """The device of this replica's copy, such as "GPU:0"."""
-        return self._strategy.extended.device
+        return self._extended.device
 
     @property
     def constraint(self) -> Callable[[Any], Any] | None:
@@ -275,10 +299,7 @@ class Variable(ArrayView, DistributedValues):
           >>> w.assign(np.array([5.0, 7.0])).numpy()  # the same value to all
           array([5., 7.])
         """
-        if self._fits(value):
-            self._put(value.copy())
-        else:
-            assignment.update(self, "assign", assignment.copy_of_new, value)
+        self._change("assign", _copy_of_new, value)
         return self if read_value else None
 
     def assign_add(
@@ -330,7 +351,7 @@ class Variable(ArrayView, DistributedValues):
           >>> w.gather_nd([[0, 1], [1, 0]])
           array([2., 3.])
         """
-        return assignment.take(self, self._array(), indices)
+        return assignment.take(self._array(), indices, self._name)
 
     def scatter_add(
         self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
@@ -360,17 +381,13 @@ class Variable(ArrayView, DistributedValues):
           >>> w.numpy()
           array([0., 0., 2.])
         """
-        return assignment.scatter(
-            self, "scatter_add", np.add, assignment.rows_of, sparse_delta
-        )
+        return self._scatter("scatter_add", np.add, sparse_delta)
 
     def scatter_sub(
         self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
     ) -> Variable:
         """Subtract rows from rows of the value; like `scatter_add`."""
-        return assignment.scatter(
-            self, "scatter_sub", np.subtract, assignment.rows_of, sparse_delta
-        )
+        return self._scatter("scatter_sub", np.subtract, sparse_delta)
 
     def scatter_min(
         self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
@@ -379,41 +396,31 @@ class Variable(ArrayView, DistributedValues):
 
         Raises: UnsupportedError: aggregation SUM or MEAN, which a minimum cannot have.
         """
-        return assignment.scatter(
-            self, "scatter_min", np.minimum, assignment.rows_of, sparse_delta
-        )
+        return self._scatter("scatter_min", np.minimum, sparse_delta)
 
     def scatter_max(
         self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
     ) -> Variable:
         """Replace rows of the value by the elementwise maximum; like `scatter_min`."""
-        return assignment.scatter(
-            self, "scatter_max", np.maximum, assignment.rows_of, sparse_delta
-        )
+        return self._scatter("scatter_max", np.maximum, sparse_delta)
 
     def scatter_mul(
         self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
     ) -> Variable:
         """Multiply rows of the value by rows; like `scatter_min`."""
-        return assignment.scatter(
-            self, "scatter_mul", np.multiply, assignment.rows_of, sparse_delta
-        )
+        return self._scatter("scatter_mul", np.multiply, sparse_delta)
 
     def scatter_div(
         self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
     ) -> Variable:
         """Divide rows of the value by rows; like `scatter_min`."""
-        return assignment.scatter(
-            self, "scatter_div", np.true_divide, assignment.rows_of, sparse_delta
-        )
+        return self._scatter("scatter_div", np.true_divide, sparse_delta)
 
     def scatter_update(
         self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
     ) -> Variable:
         """Replace rows of the value; like `scatter_min`."""
-        return assignment.scatter(
-            self, "scatter_update", None, assignment.rows_of, sparse_delta
-        )
+        return self._scatter("scatter_update", None, sparse_delta)
 
     def batch_scatter_update(
         self, sparse_delta: IndexedSlices, use_locking: bool = False, name: Name = None
@@ -423,9 +430,7 @@ class Variable(ArrayView, DistributedValues):
         With indices `(*batch, n)` and values `(*batch, n, *shape[k:])` of k dimensions:
         `w[i, indices[i, j]] = values[i, j]`.
         """
-        return assignment.scatter(
-            self, "batch_scatter_update", None, assignment.batches_of, sparse_delta
-        )
+        return self._scatter("batch_scatter_update", None, sparse_delta, batch_indices)
 
     def scatter_nd_add(self, indices: Any, updates: Any, name: Name = None) -> Variable:
         """Add to elements of the value, or parts; like `scatter_add`.
@@ -441,55 +446,211 @@ class Variable(ArrayView, DistributedValues):
           array([[0., 1.],
                  [2., 0.]])
         """
-        return assignment.scatter(
-            self, "scatter_nd_add", np.add, assignment.parts_of, indices, updates
+        return self._scatter(
+            "scatter_nd_add", np.add, IndexedSlices(updates, indices), None
         )
 
     def scatter_nd_sub(self, indices: Any, updates: Any, name: Name = None) -> Variable:
         """Subtract from elements of the value, or parts; like `scatter_nd_add`."""
-        return assignment.scatter(
-            self, "scatter_nd_sub", np.subtract, assignment.parts_of, indices, updates
+        return self._scatter(
+            "scatter_nd_sub", np.subtract, IndexedSlices(updates, indices), None
         )
 
     def scatter_nd_update(
         self, indices: Any, updates: Any, name: Name = None
     ) -> Variable:
         """Replace elements of the value, or parts; like `scatter_min`."""
-        return assignment.scatter(
-            self, "scatter_nd_update", None, assignment.parts_of, indices, updates
+        return self._scatter(
+            "scatter_nd_update", None, IndexedSlices(updates, indices), None
         )
 
-    def _change(self, operation: str, apply: assignment.Apply, delta: Any) -> None:
-        if self._cannot_overflow and self._fits(delta):
-            self._put(apply(self._values[0], delta))
+    def _change(
+        self, operation: str, apply: Apply, value: Any, part: Any = None
+    ) -> None:
+        """Replace the copies by `apply(old copy, value)`, by the rules of the context.
+
+        `part` says which elements `apply` changes, if not all; replicas that
+        communicate must pass the same.
+        """
+        frame = context.frame_for(self._strategy, self._name)
+        is_replica = frame.is_replica_of(self._strategy)
+        if frame.is_update or is_replica:
+            if frame.is_update or self._is_on_read or self._is_default:
+                value = self._convert(value)
+            else:
+                value = self._combine(f"{operation} of {self._name}", value, part)
+            new = self._apply(operation, apply, value)
         else:
-            assignment.update(self, operation, apply, delta)
+            new = self._apply_everywhere(operation, apply, value, part)
+        self.replace_local(new)
 
-    def _fits(self, value: Any) -> bool:
-        """Return whether an assignment needs no conversion and no communication."""
-        local = self._values[0]
-        return (
-            type(value) is type(local) is np.ndarray
-            and value.dtype is local.dtype
-            and value.shape == local.shape != ()
-            and context.in_update_of(self._strategy)
+    def _combine(self, call: str, value: Any, part: Any) -> Any:
+        """Return the replicas' values combined by the aggregation. Collective."""
+        if not self._is_combined:
+            self._refuse_to_combine(call)
+        consensus, local = self._extended.consensus, self._values[0]
+        if part is not None:
+            consensus.require_same(CallSignature(call, (("part", part),)))
+        if type(value) is type(local) is np.ndarray and value.dtype == local.dtype:
+            return self._reduce(call, value)
+        is_number = isinstance(value, numbers.Number) and not hasattr(value, "dtype")
+        if is_number and self._aggregation is _MEAN:
+            return consensus.run(
+                call, self._convert, value, same=lambda x: _signature(call, x)
+            )
+        if is_number and self._aggregation is _SUM:
+            raise ArgumentError(
+                f"{call}: the Python number {validation.shown(value)} is refused: with "
+                "aggregation SUM it is unclear whether it is the total or one "
+                "replica's share; pass an array"
+            )
+        with consensus.call(call) as opened:
+            return self._reduce(call, opened.reserve(self._convert, value))
+
+    def _reduce(self, call: str, value: Any) -> Any:
+        """Return the replicas' arrays combined by the aggregation. Collective."""
+        if self._aggregation is _FIRST:
+            return self._extended.broadcast_from_first(call, value)
+        op = ReduceOp.SUM if self._aggregation is _SUM else ReduceOp.MEAN
+        return self._extended.reduce(call, op, value)
+
+    def _refuse_to_combine(self, call: str) -> NoReturn:
+        if self._aggregation is _NONE:
+            raise ArgumentError(
+                f"{call} in replica context is refused: its aggregation is NONE, so "
+                "the copies could become unequal; create it with an aggregation, or "
+                "change it with merge_call and extended.update"
+            )
+        raise ArgumentError(
+            f"{call} in replica context is refused: it has dtype {self.dtype.name}, "
+            "which cannot hold a MEAN; use a floating dtype or another aggregation"
         )
 
-    def _put(self, array: Any) -> None:
-        array.setflags(False)
-        self._values = (array,)
-        self._root = None
+    def _apply_everywhere(
+        self, operation: str, apply: Apply, value: Any, part: Any
+    ) -> Any:
+        """Return this replica's new copy for a value that is equal on all replicas.
+
+        Collective. Copies of ON_READ variables differ, so that one replica alone may
+        overflow: the new copy is made before the ranks agree.
+        """
+        call, extended = f"{operation} of {self._name}", self._extended
+        is_total = self._is_on_read and self._aggregation is _SUM
+        if is_total and operation != "assign":
+            raise ArgumentError(
+                f"{call} in cross-replica context is refused: it is ON_READ with "
+                "aggregation SUM; call assign, or do it in replica context"
+            )
+
+        def prepare() -> tuple[Any, Any]:
+            if isinstance(value, DistributedValues) and not isinstance(
+                value, ArrayView
+            ):
+                raise ArgumentError(
+                    f"{call}: a {type(value).__name__} is refused in cross-replica "
+                    "context, where all copies must get the same value; reduce it first"
+                )
+            plain = value.values[0] if isinstance(value, Mirrored) else value
+            converted = addend = self._convert(plain)
+            if is_total:
+                addend = assignment.share(
+                    converted, extended.num_replicas, extended.replica_id
+                )
+            return converted, self._apply(operation, apply, addend)
+
+        _, new = extended.consensus.run(
+            call, prepare, same=lambda pair: _signature(call, pair[0], part)
+        )
+        return new
+
+    def _apply(self, operation: str, apply: Apply, value: Any) -> Any:
+        """Return `apply(old copy, value)`; integers must not overflow."""
+        old = self._values[0]
+        new = apply(old, value)
+        if self._can_overflow and operation != "assign":
+            rough = apply(old.astype(np.float64), value.astype(np.float64))
+            arithmetic.require_fit(new, rough, f"{operation} of {self._name}")
+        return new
+
+    def _convert(self, value: Any) -> Any:
+        """Return `value` as an array of the variable's dtype, on its device."""
+        local = self._values[0]
+        if type(value) is type(local) is np.ndarray and value.dtype == local.dtype:
+            return value
+        return assignment.convert(value, local, self._name)
+
+    def _scatter(
+        self,
+        operation: str,
+        ufunc: np.ufunc | None,
+        delta: IndexedSlices,
+        expand: Callable[[Any], Any] | None = row_indices,
+    ) -> Variable:
+        """Apply `ufunc` to parts of the copies, by the rules of the context.
+
+        `ufunc`, `expand`: see `assignment.put` and `assignment.flatten`.
+        """
+        call, frame = (
+            f"{operation} of {self._name}",
+            context.frame_for(self._strategy, self._name),
+        )
+        is_sum = ufunc in (np.add, np.subtract)
+        is_supported = is_sum or self._aggregation not in (_SUM, _MEAN)
+        if (self._is_on_read or not is_supported) and not frame.is_update:
+            raise UnsupportedError(
+                f"{call} is not supported: it is {self._synchronization.name} with "
+                f"aggregation {self._aggregation.name}"
+            )
+
+        def flatten() -> tuple[Any, Any]:
+            return assignment.flatten(self.local, delta, expand, self._name)
+
+        consensus = self._extended.consensus
+        is_replica = frame.is_replica_of(self._strategy)
+        if frame.is_update or (is_replica and self._is_default):
+            indices, rows = flatten()
+        elif is_replica:
+            with consensus.call(call) as opened:
+                indices, rows = self._gather(call, *opened.reserve(flatten))
+        else:
+            indices, rows = consensus.run(
+                call, flatten, same=lambda pair: _signature(call, pair)
+            )
+        put = functools.partial(assignment.put, ufunc, indices)
+        self.replace_local(self._apply(operation, put, rows))
+        return self
+
+    def _gather(self, call: str, indices: Any, rows: Any) -> tuple[Any, Any]:
+        """Return the indices and rows of all replicas, or of replica 0. Collective."""
+        if not self._is_combined:
+            self._refuse_to_combine(call)
+        extended, count = self._extended, np.array([indices.size])
+        indices, rows, counts = extended.gather(call, (indices, rows, count), axis=0)
+        if self._aggregation is _FIRST:
+            return indices[: counts[0]], rows[: counts[0]]
+        if self._aggregation is _MEAN:
+            rows = (rows / extended.num_replicas).astype(rows.dtype)
+        return indices, rows
 
     @property
     def on_read(self) -> bool:
         """Whether the variable is synchronized ON_READ."""
-        return self._synchronization is _ON_READ
+        return self._is_on_read
 
     def _array(self) -> Any:
         """Return the value that a read gives in the current context."""
-        if self._synchronization is not _ON_READ or assignment.is_local(self):
+        if not self._is_on_read:
             return self._values[0]
-        return assignment.read_reduced(self)
+        frame = context.current()
+        if frame.is_update or frame.is_replica_of(self._strategy):
+            return self._values[0]
+        if self._aggregation is _NONE:
+            raise ArgumentError(
+                f"{self._name} cannot be read in cross-replica context: it is ON_READ "
+                "with aggregation NONE, so its copies have no common value; set an "
+                "aggregation"
+            )
+        return make_read_only(self._reduce(f"read of {self._name}", self._values[0]))
 
     @property
     def local(self) -> Any:
@@ -498,13 +659,17 @@ class Variable(ArrayView, DistributedValues):
 
     def replace_local(self, array: Any) -> None:
         """Replace this copy by `array`, which becomes read-only."""
-        array = arrays.namespace(self.local).asarray(array)
-        if array.shape != self.shape:
+        local = self._values[0]
+        if type(array) is not np.ndarray or array.dtype is not local.dtype:
+            array = arrays.namespace(local).asarray(array)
+            array = array.astype(local.dtype, copy=False)
+        if array.shape != local.shape:
             raise ArgumentError(
                 f"{self._name} has shape {self.shape}; {array.shape} does not fit it"
             )
-        self._values = (make_read_only(array.astype(self.dtype, copy=False)),)
-        self._root = None
+        if type(array) is np.ndarray:
+            array.flags.writeable = False
+        self._values, self._root = (array,), None
 
     def _refuse_in_place(self, operation: str) -> NoReturn:
         raise ArgumentTypeError(
@@ -531,17 +696,17 @@ class Variable(ArrayView, DistributedValues):
         """
         root = self._root
         if root is None:
-            values, root = self._values, root_of(self, self._array())
-            if not self.on_read:  # its value depends on the context
+            values, root = self._values, _root_of(self, self._array())
+            if not self._is_on_read:  # its value depends on the context
                 self._root = root
                 if self._values is not values:  # another thread has assigned since
                     self._root = None
-        found = root[key]
-        if type(found) is Part or self._number is None:
-            return found
-        made = self._number(found)
-        made.source = root, key
-        return made
+        part = root[key]
+        if type(part) is Part or self._number is None:
+            return part
+        number = self._number(part)
+        number.source = root, key
+        return number
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         self._refuse_in_place("item assignment")
@@ -568,7 +733,7 @@ class Variable(ArrayView, DistributedValues):
         twin.__dict__.update(self.__dict__)
         twin._values = (make_read_only(self.local.copy()),)
         twin._root = None
-        self._strategy.extended.register(twin)
+        self._extended.register(twin)
         return twin
 
     def __repr__(self) -> str:
@@ -578,3 +743,148 @@ class Variable(ArrayView, DistributedValues):
             f"{self._aggregation.name}, replica {self._replica_ids[0]}: "
             f"{self._values[0]!r}>"
         )
+
+
+def _copy_of_new(old: Any, new: Any) -> Any:
+    """Return a copy of the new value; the `apply` of `assign`."""
+    return new.copy()
+
+
+def _signature(call: str, value: Any, part: Any = None) -> CallSignature:
+    """Return what ranks compare where all pass equal arrays: checksums of all bytes.
+
+    Args:
+      call: the operation.
+      value: a nest of arrays.
+      part: of the variable, which must be equal, too.
+    """
+    leaves, spec = nest.flatten(value)
+    options = () if part is None else (("part", part),)
+    described = [
+        (a.dtype.name, a.shape, f"checksum {arrays.checksum(a)}") for a in leaves
+    ]
+    return CallSignature(call, options, spec, tuple(described))
+
+
+class Part(np.ndarray[Any, np.dtype[Any]]):
+    """A read-only view of part of a variable's copy; `assign` replaces that part.
+
+    Results of computations with it are ordinary arrays. The base of every view, also of
+    a view of a view, is the root array, which refers to the variable. So indexing a
+    variable need not record anything.
+    """
+
+    __slots__ = ("variable",)  # in a root array: a weak reference
+    # Lower than arrays, so that results are arrays; higher than numbers (-1e6)
+    __array_priority__: ClassVar[float] = -1.0
+    variable: weakref.ref[Variable]
+
+    def __array_wrap__(
+        self, array: Any, context: Any = None, return_scalar: bool = False
+    ) -> Any:
+        plain = np.asarray(array)
+        return plain if plain.ndim else plain[()]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return np.asarray(self).__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:
+        return repr(np.asarray(self))
+
+    def assign(self, value: Any, name: str | None = None) -> Variable:
+        """Replace this part of the variable; see `Variable.assign`.
+
+        Args:
+          value: an array that broadcasts to this shape.
+          name: accepted for TensorFlow compatibility.
+
+        Raises what `Variable.assign` raises; also MismatchError, on all replicas, if
+        they assign to different parts, and ArgumentError for a copy of a part.
+        """
+        root = self if self.base is None else self.base
+        if not isinstance(root, Part):
+            root = self
+        reference = getattr(root, "variable", None)
+        if reference is None or self.dtype != root.dtype:
+            raise ArgumentError(
+                "assign needs a view of a variable, selected by integers and slices, "
+                f"such as w[0] or w[:, 1:]; this is a copy: {self!r}"
+            )
+        variable: Variable | None = reference()
+        if variable is None:
+            raise ArgumentError("assign to a part: the variable no longer exists")
+        offset = self.__array_interface__["data"][0]
+        offset -= root.__array_interface__["data"][0]
+        view = offset, self.shape, self.strides
+        put = functools.partial(_put, variable.name, np.asarray(root), view)
+        variable._change("assign", put, value, view)
+        return variable
+
+
+def _root_of(variable: Variable, array: Any) -> Any:
+    """Return a view of a NumPy array whose views are parts of a variable."""
+    if not isinstance(array, np.ndarray):
+        return array
+    is_dense = array.flags.c_contiguous or array.flags.f_contiguous
+    root = (array if is_dense else array.copy()).view(Part)
+    root.flags.writeable = False
+    root.variable = weakref.ref(variable)
+    return root
+
+
+def _put(name: str, root: Any, view: Any, old: Any, value: Any) -> Any:
+    """Return a copy of `old` with `value` in a part.
+
+    Args:
+      name: the variable's name, for messages.
+      root: the array that the part is a view of.
+      view: offset of the part in `root` in bytes, its shape and strides.
+      old: the array to copy.
+      value: broadcasts to the shape of the part.
+    """
+    offset, shape, strides = view
+    new = np.empty_like(root)  # with the same strides
+    new[...] = old
+    part = np.ndarray(shape, new.dtype, new.ravel(order="K"), offset, strides)
+    lacking = part.ndim - value.ndim
+    if lacking < 0 or any(
+        n not in (1, m) for n, m in zip(value.shape, shape[lacking:], strict=True)
+    ):
+        raise ArgumentError(
+            f"a part of {name} has shape {shape}; a value of shape {value.shape} does "
+            "not fit it"
+        )
+    part[...] = value
+    return new
+
+
+def _assign_number(self: Any, value: Any, name: str | None = None) -> Variable:
+    """Replace this element of the variable; see `Variable.assign`."""
+    root, key = self.source
+    key = key if isinstance(key, tuple) else (key,)
+    index = (*map(operator.index, key), ...)
+    part: Part = root[index]
+    return part.assign(value)
+
+
+@functools.cache
+def _subclass(kind: type[np.generic]) -> Any:
+    members: dict[str, Any] = {
+        "__slots__": ("source",),  # a root array and the index into it
+        "__doc__": f"An element of a variable: {kind.__name__}, with `assign`.",
+        "__repr__": lambda self: repr(kind(self)),
+        "assign": _assign_number,
+    }
+    return type(kind.__name__, (kind,), members)
+
+
+def _number_class(array: Any) -> Any:
+    """Return the class of elements that `assign` can replace, or None.
+
+    None for NumPy's bool, which has no subclasses, and for CuPy arrays, whose elements
+    are arrays.
+    """
+    is_number = (
+        isinstance(array, np.ndarray) and array.dtype.char in "bhilqBHILQefdgFDG"
+    )
+    return _subclass(array.dtype.type) if is_number else None

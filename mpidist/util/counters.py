@@ -52,10 +52,10 @@ class Durations:
         """Return the minimum, the maximum (0 if there is none) and the histogram."""
         (least, most, counts), rest = self._state
         if rest:
-            found = np.array(rest)
-            first, last = int(found.min()), int(found.max())
+            added = np.array(rest)
+            first, last = int(added.min()), int(added.max())
             least, most = min(least, first) if most else first, max(most, last)
-            counts = counts + count_buckets(found)
+            counts = counts + count_buckets(added)
         return least, most, counts
 
 

@@ -14,9 +14,9 @@ def count_buckets(nanoseconds: np.ndarray) -> np.ndarray:
     """Return the number of durations in each bucket."""
     mantissas, lengths = np.frexp(nanoseconds)  # in bits
     rest = np.floor(mantissas * (2 << _PER_OCTAVE_BITS)).astype(int) & 3
-    found = (lengths << _PER_OCTAVE_BITS) | rest
-    found = np.where(lengths > _PER_OCTAVE_BITS, np.minimum(found, BUCKETS - 1), 0)
-    return np.bincount(found, minlength=BUCKETS)
+    buckets = (lengths << _PER_OCTAVE_BITS) | rest
+    buckets = np.where(lengths > _PER_OCTAVE_BITS, np.minimum(buckets, BUCKETS - 1), 0)
+    return np.bincount(buckets, minlength=BUCKETS)
 
 
 def bucket_seconds(bucket: int) -> tuple[float, float]:

@@ -1,7 +1,8 @@
 """NumPy's floating-point error handling, switched off and on at little cost.
 
-NumPy 2 keeps it in a context variable, which is set in a tenth of the time that
-entering `np.errstate` takes. NumPy 1 has `np.seterr`, for each thread.
+NumPy 2 keeps it in a private context variable, which is set in a tenth of the time that
+entering `np.errstate` takes. NumPy 1 has `np.seterr`, for each thread. Tried on NumPy
+1.26.4 and 2.4.6.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 
 from mpi4py import MPI
 
+from mpidist.util.cpython import run_exit_functions
+
 __all__ = ["FORKED", "call_in_child", "is_forked"]
 
 FORKED = (
@@ -62,7 +64,7 @@ def _end() -> None:
     ends with 0.)
     """
     atexit.unregister(_end)
-    atexit._run_exitfuncs()
+    run_exit_functions()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()

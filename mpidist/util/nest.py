@@ -43,13 +43,13 @@ def flatten(nest: Any) -> tuple[list[Any], Spec]:
     unknown = set(map(type, leaves)) - _leaf_types
     if not unknown:
         return leaves, spec
-    strangers = {cls for cls in unknown if issubclass(cls, _STRUCTURES)}
-    if not strangers:
+    structures = {cls for cls in unknown if issubclass(cls, _STRUCTURES)}
+    if not structures:
         if len(_leaf_types) < _MOST_LEAF_TYPES:
             _leaf_types.update(unknown)
         return leaves, spec
     with _registering:
-        for cls in strangers - _registered:
+        for cls in structures - _registered:
             _register(cls)
             _registered.add(cls)
     return flatten(nest)

@@ -68,13 +68,13 @@ def _number(value: Any, schema: Number, name: str) -> Any:
 
 def _dict(value: Mapping[str, Any], schema: Mapping[Any, Any], name: str) -> Any:
     if str in schema:
-        found = {
+        conforming = {
             printable(key): conform(item, schema[str], f"{name}.{printable(key)}")
             for key, item in value.items()
         }
-        if len(found) < len(value):
+        if len(conforming) < len(value):
             raise ValueError(f"{name} has two keys that differ in control characters")
-        return found
+        return conforming
     if missing := [key for key in schema if key not in value]:
         raise ValueError(f"{name} has no {missing[0]!r}")
     return {key: conform(value[key], schema[key], f"{name}.{key}") for key in schema}

@@ -349,14 +349,14 @@ def unknown_names(environ: Mapping[str, str]) -> dict[str, str]:
     Args:
       environ: the environment variables; empty ones count as not set.
     """
-    found = {}
+    reasons = {}
     for name in sorted(environ):
         if name.startswith(PREFIX) and environ[name] and name not in _NAMES:
-            found[name] = (
+            reasons[name] = (
                 f"{name} is not a setting of mpidist; did you mean {_nearest(name)}? "
                 "(`python -m mpidist config` lists all)"
             )
-    return found
+    return reasons
 
 
 def _nearest(name: str) -> str:

@@ -70,16 +70,16 @@ def integer(
     try:
         # NumPy 1's bool is an index, with a warning at most
         is_bool = isinstance(value, bool | np.bool_)
-        found = None if is_bool else operator.index(value)
+        index = None if is_bool else operator.index(value)
     except Exception:  # a PerReplica raises an error of its own
-        found = None
-    if found is None:
+        index = None
+    if index is None:
         raise ArgumentTypeError(f"{name} must be an integer{also}, not {shown(value)}")
-    if least is not None and found < least:
-        raise ArgumentError(f"{name} must be >= {least}{also}, not {shown(found)}")
-    if found > most:
-        raise ArgumentError(f"{name} must be <= {most}, not {shown(found)}")
-    return found
+    if least is not None and index < least:
+        raise ArgumentError(f"{name} must be >= {least}{also}, not {shown(index)}")
+    if index > most:
+        raise ArgumentError(f"{name} must be <= {most}, not {shown(index)}")
+    return index
 
 
 def optional_integer(
@@ -105,12 +105,12 @@ def number(name: str, value: Any, least: str, also: str = "") -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ArgumentTypeError(f"{name} must be a number, not {shown(value)}")
     try:
-        found = float(value)
+        real = float(value)
     except OverflowError:  # a large integer
-        found = math.inf if int(value) > 0 else -math.inf  # type: ignore[call-overload]
-    if not (found > 0 or (found == 0 and least == ">= 0")):
+        real = math.inf if int(value) > 0 else -math.inf  # type: ignore[call-overload]
+    if not (real > 0 or (real == 0 and least == ">= 0")):
         raise ArgumentError(f"{name} must be {least}{also}, not {shown(value)}")
-    return found
+    return real
 
 
 def switch(name: str, value: Any) -> bool:
@@ -161,8 +161,8 @@ def path(name: str, value: Any) -> str:
     except Exception:  # also of a PathLike's own method
         raise ArgumentTypeError(f"{name} must be a path, not {shown(value)}") from None
     try:
-        given = os.fsencode(text)
-        is_good = 0 < len(given) <= _LONGEST_PATH and b"\0" not in given
+        encoded = os.fsencode(text)
+        is_good = 0 < len(encoded) <= _LONGEST_PATH and b"\0" not in encoded
     except UnicodeEncodeError:
         is_good = False
     if not is_good:
@@ -189,9 +189,9 @@ def dtype(name: str, value: Any) -> np.dtype[Any]:
     """Return the dtype that `value` is, or names."""
     try:
         if value is not None:  # np.dtype(None) is float64
-            found: np.dtype[Any] = np.dtype(value)
-            if found != np.dtype([]):  # of an empty list
-                return found
+            result: np.dtype[Any] = np.dtype(value)
+            if result != np.dtype([]):  # of an empty list
+                return result
     except Exception:  # np.dtype raises errors of many types
         pass
     raise ArgumentTypeError(f"{name} must be a dtype, not {shown(value)}")

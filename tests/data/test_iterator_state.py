@@ -21,7 +21,6 @@ import mpidist
 from mpidist import AutoShardPolicy, Dataset, InputOptions, Options
 from mpidist.data.sharding import Permutation
 from mpidist.data.sources import RangeRows
-from mpidist.strategy.v1 import from_dataset, from_input_fn
 from mpidist.util import nest
 
 MESSAGE = "damaged on purpose"
@@ -891,7 +890,7 @@ def test_going_on_does_not_start_a_generator_that_has_not_begun(strategy):
 @pytest.mark.parametrize("make", [numbers, generated])
 def test_iterators_of_tensorflow_1_go_on_at_every_step(strategy, comm, make):
     def begin():
-        return from_dataset(strategy.extended, make(30).shuffle(9).batch(12))
+        return strategy.make_dataset_iterator(make(30).shuffle(9).batch(12))
 
     def rest(iterator):
         steps, states = [], [iterator.get_state()]
@@ -924,7 +923,7 @@ def test_functions_that_return_batches_are_called_again(strategy):
     def input_fn(context):
         return iter([np.full(2, i) for i in range(4)]).__next__
 
-    iterator = from_input_fn(strategy.extended, input_fn)
+    iterator = strategy.make_input_fn_iterator(input_fn)
     for _ in range(3):
         iterator.get_next()
     state = iterator.get_state()

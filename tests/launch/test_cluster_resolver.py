@@ -197,7 +197,7 @@ def test_arguments_that_make_no_sense_are_refused(slurm_step):
     slurm_step(PROCID="1", **TWO_TWO_ONE)
     with pytest.raises(TypeError, match="jobs must be"):
         SlurmClusterResolver(["worker"])
-    with pytest.raises(ValueError, match="GPUs"):
+    with pytest.raises(ValueError, match="gpus_per_node"):
         SlurmClusterResolver(gpus_per_node=-1)
 
 

@@ -131,7 +131,7 @@ LOCAL = {
     "unwrap update_config_proto",
     "StrategyExtendedV1": "close colocate_vars_with experimental_make_numpy_dataset "
     "non_slot_devices read_var recorders_beside register update update_non_slot "
-    "require_run_options use_device value_container variable_created_in_scope "
+    "use_device value_container variable_created_in_scope "
     "zeros end_all",
     "MpiAllReduce": "bind close describe is_sum unbound batch_reduce_implementation "
     "reduce_implementation sum_arrays",

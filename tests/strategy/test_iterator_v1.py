@@ -10,7 +10,6 @@ import pytest
 
 import mpidist
 from mpidist import Dataset, InputReplicationMode, OutOfRangeError
-from mpidist.strategy.v1 import from_dataset, from_input_fn
 
 MESSAGE = "damaged on purpose"
 
@@ -53,7 +52,7 @@ def require_usable(strategy):
 
 @pytest.mark.parametrize("make", [numbers, generated])
 def test_an_iterator_replays_when_it_is_initialized(strategy, comm, make):
-    iterator = from_dataset(strategy.extended, make(30).batch(12))
+    iterator = strategy.make_dataset_iterator(make(30).batch(12))
     assert isinstance(iterator, mpidist.InputIterator)
     before = set(threading.enumerate())
     for _ in range(2):
@@ -70,7 +69,7 @@ def test_an_iterator_replays_when_it_is_initialized(strategy, comm, make):
 
 
 def test_an_iterator_initializes_itself(strategy, comm):
-    iterator = from_dataset(strategy.extended, numbers(12).batch(12))
+    iterator = strategy.make_dataset_iterator(numbers(12).batch(12))
     assert in_order(comm, drain(strategy, iterator)) == list(range(12))
 
 
@@ -78,14 +77,14 @@ def test_an_iterator_initializes_itself(strategy, comm):
 @pytest.mark.parametrize("make", [numbers, generated])
 def test_batches_that_cannot_be_divided_are_refused(strategy, comm, make):
     with pytest.raises(ValueError, match="make_input_fn_iterator"):
-        from_dataset(strategy.extended, make(30).batch(comm.size + 1))
+        strategy.make_dataset_iterator(make(30).batch(comm.size + 1))
     with pytest.raises(ValueError, match=r"make_dataset_iterator.*call batch\("):
-        from_dataset(strategy.extended, make(30))
+        strategy.make_dataset_iterator(make(30))
     require_usable(strategy)
 
 
 def test_plain_batches_are_divided(strategy, comm):
-    iterator = from_dataset(strategy.extended, [np.arange(12), np.arange(12, 24)])
+    iterator = strategy.make_dataset_iterator([np.arange(12), np.arange(12, 24)])
     assert in_order(comm, drain(strategy, iterator)) == list(range(24))
 
 
@@ -97,7 +96,7 @@ def test_a_dataset_of_an_input_function_is_taken_as_it_is(strategy, comm):
         rows = numbers(22).shard(ctx.num_input_pipelines, ctx.input_pipeline_id)
         return rows.batch(ctx.get_per_replica_batch_size(12))
 
-    iterator = from_input_fn(strategy.extended, input_fn)
+    iterator = strategy.make_input_fn_iterator(input_fn)
     rows = list(range(22))[comm.rank :: comm.size]
     for _ in range(2):
         assert iterator.initialize() == []
@@ -116,7 +115,7 @@ def test_batches_of_an_input_function_are_taken_as_they_are(strategy, comm):
         return generate
 
     for fn in (input_fn, as_generator):
-        iterator = from_input_fn(strategy.extended, fn)
+        iterator = strategy.make_input_fn_iterator(fn)
         expected = [[i, i + 1, i + 2] for i in range(comm.rank + 1)]
         expected += [[]] * (comm.size - comm.rank - 1)
         for _ in range(2):
@@ -137,7 +136,7 @@ def test_a_function_is_called_once_for_each_batch(strategy, comm):
 
         return next_batch
 
-    iterator = from_input_fn(strategy.extended, input_fn)
+    iterator = strategy.make_input_fn_iterator(input_fn)
     assert (len(made), len(calls)) == (1, 0)
     for i in range(3):
         assert local(strategy, iterator.get_next()) == [i, i]
@@ -152,7 +151,7 @@ def test_a_function_is_called_once_for_each_batch(strategy, comm):
 
 
 def test_a_function_may_go_on_for_ever(strategy):
-    iterator = from_input_fn(strategy.extended, lambda ctx: lambda: np.arange(2))
+    iterator = strategy.make_input_fn_iterator(lambda ctx: lambda: np.arange(2))
     assert [local(strategy, iterator.get_next()) for _ in range(3)] == [[0, 1]] * 3
     iterator.close()
 
@@ -161,8 +160,7 @@ def test_a_function_may_go_on_for_ever(strategy):
 def test_an_input_function_must_return_a_dataset_or_a_function(strategy, comm, made):
     last = comm.size - 1
     with pytest.raises(ValueError, match="input_fn must return"):
-        from_input_fn(
-            strategy.extended,
+        strategy.make_input_fn_iterator(
             lambda ctx: made if ctx.input_pipeline_id == last else numbers(4).batch(2),
         )
     require_usable(strategy)
@@ -170,8 +168,7 @@ def test_an_input_function_must_return_a_dataset_or_a_function(strategy, comm, m
 
 def test_other_replication_modes_are_refused(strategy):
     with pytest.raises(ValueError, match="replication_mode"):
-        from_input_fn(
-            strategy.extended,
+        strategy.make_input_fn_iterator(
             lambda ctx: numbers(4).batch(2),
             InputReplicationMode.PER_REPLICA,
         )
@@ -193,8 +190,8 @@ def test_what_functions_raise_on_one_replica_is_raised_on_all(strategy, comm):
         return next_batch
 
     with pytest.raises(KeyError, match=MESSAGE):
-        from_input_fn(strategy.extended, fail)
-    iterator = from_input_fn(strategy.extended, fail_later)
+        strategy.make_input_fn_iterator(fail)
+    iterator = strategy.make_input_fn_iterator(fail_later)
     with pytest.raises(KeyError, match=MESSAGE):
         iterator.get_next()
     iterator.initialize()

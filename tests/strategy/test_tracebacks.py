@@ -180,7 +180,7 @@ def test_a_variable_shows_all_frames(strategy, monkeypatch):
 
 
 def test_errors_that_come_up_here_by_mistake_keep_their_frames(strategy, monkeypatch):
-    monkeypatch.setattr("mpidist.strategy.extended.regroup", None)
+    monkeypatch.setattr("mpidist.strategy.strategy.regroup", None)
     error = raised_by(lambda: strategy.run(lambda: 1))
     assert type(error) is TypeError
     assert frames(error).count("mpidist") > 2
