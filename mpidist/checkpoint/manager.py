@@ -141,9 +141,9 @@ class CheckpointManager:
             )
         self._checkpoint = checkpoint
         # Raises if there is none: better here than at the first save.
-        self._strategy = checkpoint.strategy
+        self._extended = checkpoint.strategy.extended
         self._last_step: int | None = None
-        self._consensus = self._strategy.extended.consensus
+        self._consensus = self._extended.consensus
 
         def check() -> None:
             validation.optional_integer("max_to_keep", max_to_keep, 1)
@@ -165,7 +165,7 @@ class CheckpointManager:
                 validation.optional_integer("step_counter", step_counter, None, also)
 
         # Arguments may be wrong on one rank alone; the error is raised on all.
-        self._consensus.guard(_CALL, check)
+        self._consensus.run(_CALL, check)
         self._max_to_keep = max_to_keep
         self._keep_hours = keep_checkpoint_every_n_hours
         self._keep_every = keep_every
@@ -241,37 +241,42 @@ class CheckpointManager:
           the errors of the previous save.
         """
         call = f"{_CALL}.save"
-
-        def prepare() -> tuple[int | None, int | None]:
-            validation.switch("check_interval", check_interval)
-            name = "checkpoint_number"
-            number = validation.optional_integer(name, checkpoint_number, 0, "")
-            return number, self._step()
-
-        number, step = self._consensus.guard(call, prepare)
-        if check_interval and self._interval is not None and step is not None:
+        step = None
+        if self._interval is not None:
+            # All ranks save, or none.
+            step = self._consensus.run(
+                call,
+                self._step,
+                same=lambda step: (("step", step), ("check_interval", check_interval)),
+            )
             # Counted from the last save, so a restored job keeps the rhythm.
-            is_early = self._last_step is not None
-            if is_early and step < (self._last_step or 0) + self._interval:
+            last = self._last_step
+            is_early = last is not None and (step or 0) < last + self._interval
+            if check_interval and is_early:
                 return None
-        # The previous save first: two at once would need twice the memory.
-        self.wait()
+
+        def find_index(counter: int) -> Path:
+            validation.switch("check_interval", check_interval)
+            if checkpoint_number is not None:
+                name = "checkpoint_number"
+                validation.optional_integer(name, checkpoint_number, 0, "")
+                counter = checkpoint_number
+            return self._directory / f"{self._name}-{counter}{directories.SUFFIX}"
+
         self._save_began = time.monotonic()
-        # The same on all ranks: the counter is saved, and compared.
-        if number is None:
-            number = self._checkpoint.save_counter + 1
+        known = self._known
+        if known is not None:
+            known = known._replace(path=self._checkpoint.saver.restored)
         path = self._checkpoint.save_as(
             call,
-            self._directory / self._name,
-            number=number,
+            find_index,
             is_background=self._is_background,
-            known=self._known
-            and self._known._replace(path=self._checkpoint.saver.restored),
-            plan=functools.partial(self._plan_removal, number),
+            known=known,
+            plan=self._plan_removal,
         )
         # Only now: a failed save does not count as one.
         self._last_step, self._known = step, None
-        if self._strategy.extended.replica_id == 0:
+        if self._extended.replica_id == 0:
             done = "saving" if self._is_background else "saved"
             logs.debug("checkpoint", f"{done} {path}")
         return path
@@ -316,18 +321,18 @@ class CheckpointManager:
                 if self._consensus.root_only(call, newest.path.exists):
                     # Nor is what a node does not see, and it must not be skipped
                     files = functools.partial(_files_of, path)
-                    require_visible(self._strategy.extended, call, files)
+                    require_visible(self._extended, call, files)
                     self._damaged.add(newest)
-                    if self._strategy.extended.replica_id == 0:
+                    if self._extended.replica_id == 0:
                         self._warn(error)
             else:
                 # So that the interval counts from the restored step.
                 self._last_step = self._step()
-                if self._strategy.extended.replica_id == 0:
+                if self._extended.replica_id == 0:
                     logs.debug("checkpoint", f"restored {path}")
                 return path
         if self._init_fn is not None:
-            self._consensus.run_in_scope(f"{_CALL}.init_fn", self._init_fn)
+            self._consensus.run(f"{_CALL}.init_fn", self._init_fn)
         if self._interval is not None:
             # Without a checkpoint the interval counts from the first step.
             self._last_step = self._step()
@@ -406,7 +411,7 @@ class CheckpointManager:
     def _is_nth(self, saved: Saved) -> bool:
         return self._keep_every is not None and saved.number % self._keep_every == 0
 
-    def _plan_removal(self, number: int, found: list[Saved]) -> Planned:
+    def _plan_removal(self, index: Path, found: list[Saved]) -> Planned:
         """Plan what is preserved and removed after a save; see `Saver.save`. On rank 0.
 
         Nothing is removed yet: a failed save removes nothing. Damaged checkpoints are
@@ -417,7 +422,7 @@ class CheckpointManager:
         files changes their times.
 
         Args:
-          number: of the next checkpoint, which may replace one.
+          index: the next checkpoint, which may replace one.
           found: the checkpoints that there are.
         """
         self._found = found
@@ -427,7 +432,7 @@ class CheckpointManager:
         if self._max_to_keep is None:
             return self._preserved, functools.partial(self._end_save, outdated)
         # A checkpoint of the same number is replaced, and is not one of those to keep.
-        others = [saved for saved in self._found if saved.number != number]
+        others = [saved for saved in self._found if saved.path != index]
         for saved in others[: max(0, len(others) + 1 - self._max_to_keep)]:
             # Never removed: preserved for its hours, or the n-th.
             if saved.serial <= serial or self._is_nth(saved):

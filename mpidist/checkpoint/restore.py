@@ -5,28 +5,29 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import functools
-import hashlib
 import pathlib
-import random
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
 from mpidist.checkpoint.overlaps import Write, conflicts, write_to
-from mpidist.checkpoint.reading import decode, load, read_tree, versions_of
+from mpidist.checkpoint.reading import load, read_tree
 from mpidist.checkpoint.state import (
     GENERATOR,
     OBJECT,
-    Tracked,
-    children_of,
+    checked_state,
+    derived_state,
+    fresh_generator,
+    has_state,
     identity,
     is_generator,
+    memory_of,
+    read_state,
     require_strategy,
-    state_of,
+    set_state,
+    write_state,
 )
-from mpidist.checkpoint.state_dicts import has_state, memory_of, read_state, write_state
 from mpidist.checkpoint.tree import (
     DEEPEST,
     METADATA,
@@ -35,13 +36,17 @@ from mpidist.checkpoint.tree import (
     Leaf,
     Node,
     Path,
+    Tracked,
     as_name,
+    children_of,
+    decode,
     is_container,
     keep_versions,
     leaves,
     readable,
+    versions_of,
 )
-from mpidist.comm.consensus.signatures import CallSignature
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.context import enter
 from mpidist.device import arrays
 from mpidist.errors import CheckpointError
@@ -437,7 +442,7 @@ class RestorePlan:
 def _twin_of(value: Any) -> Any:
     """Return another object to restore a second place to; None if there can be none."""
     if is_generator(value):
-        return _fresh(value, 0)
+        return fresh_generator(value, 0)
     is_known = isinstance(value, dict | list | collections.deque)
     return copy.copy(value) if is_known else None
 
@@ -537,66 +542,6 @@ def change_children(value: Any, changes: Mapping[str, Change]) -> Any:
     return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
 
 
-def set_state(generator: Any, state: Any) -> None:
-    """Set the state of a generator.
-
-    Raises: ValueError, TypeError, KeyError, ...: not a state of its kind.
-    """
-    if isinstance(generator, random.Random):
-        numbers = tuple(int(number) for number in state["numbers"])
-        generator.setstate((state["version"], numbers, state["gauss"]))
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state
-
-
-def checked_state(generator: Any, state: Any) -> Any:
-    """Return `state` if it is valid for this kind of generator.
-
-    Raises:
-      ValueError: it is not.
-    """
-    kind = state_of(generator)["bit_generator"]
-    found = state.get("bit_generator") if isinstance(state, dict) else None
-    if found != kind:
-        raise ValueError(f"expected a state of {kind}, found one of {found}")
-    try:
-        trial = _fresh(generator, 0)
-        set_state(trial, state)
-        state_of(trial)
-    except Exception as error:  # a bit generator of another library may raise anything
-        raise ValueError(f"the state of {kind} is damaged: {error!r}") from error
-    return state
-
-
-def derived_state(generator: Any, states: Sequence[Any], rank: int) -> Any:
-    """Return the state for a new rank, seeded by all saved states and the rank.
-
-    It is reproducible, and differs between ranks.
-    """
-    hashed = hashlib.blake2b(digest_size=16)
-    for state in states:
-        hashed.update(_text(state).encode())
-    return state_of(_fresh(generator, int.from_bytes(hashed.digest(), "big"), rank))
-
-
-def _text(state: Any) -> str:
-    if isinstance(state, dict):
-        return repr([(key, _text(state[key])) for key in sorted(state)])
-    return state.tobytes().hex() if isinstance(state, np.ndarray) else repr(state)
-
-
-def _fresh(generator: Any, *seeds: int) -> Any:
-    """Return a new generator of the same kind."""
-    if isinstance(generator, random.Random):
-        return random.Random(repr(seeds))
-    seed = np.random.SeedSequence(seeds)
-    if isinstance(generator, np.random.RandomState):
-        return np.random.RandomState(type(generator._bit_generator)(seed))
-    return np.random.Generator(type(generator.bit_generator)(seed))
-
-
 class LoadStatus:
     """The result of `Checkpoint.restore`. Its methods do not communicate.
 
@@ -681,42 +626,37 @@ def restore(
     Args:
       strategy: whose ranks restore.
       operation: the public call, for messages.
-      index: the checkpoint's file.
+      index: the checkpoint's file, the same on all ranks.
       tracked: the objects.
       is_partial: whether objects that the file lacks stay unchanged.
 
     Raises, on all ranks, without changes:
       CheckpointError: the file is missing or damaged, or does not match an object.
-      MismatchError: the ranks restore from different paths, or different objects.
+      MismatchError: the ranks restore different objects.
       What `set_state` of an object raises on any rank.
     """
     extended = strategy.extended
-    extended.topology.require_open()
     consensus = extended.consensus
-    where = ("path", str(index)), ("is_partial", is_partial)
-    # All ranks must name the same file, or one rank would restore a different state.
-    consensus.require_same(CallSignature(operation, where))
     # Rank 0 reads the structure for all: the metadata of a file is read once per job,
     # and an error of it is raised on all ranks.
     tree = consensus.root_only(operation, lambda: read_tree(index))
     plan = RestorePlan(strategy, str(index), is_partial)
+
+    # Ranks whose objects differ would read different arrays, and wait for each other.
+    def needed(_: Change) -> list[tuple[str, Any]]:
+        leaves = [(leaf.kind, str(leaf.dtype), leaf.shape) for leaf in plan.shared]
+        return [("the arrays to restore", tuple(leaves))]
+
     # Nothing is changed yet: `match` only plans, and its errors are raised on all
     # ranks.
-    change = consensus.guard(operation, lambda: plan.match(tracked, tree))
-    # Ranks whose objects differ would read different arrays, and wait for each other.
-    needed = [(leaf.kind, str(leaf.dtype), leaf.shape) for leaf in plan.shared]
-    consensus.require_same(
-        CallSignature(operation, (("the arrays to restore", tuple(needed)),))
-    )
-    shared, own = plan.shared, plan.own
-    plan.values = load(extended, operation, index.parent, shared, own)
-    # All that may still fail is computed before the first object changes.
-    consensus.guard(operation, lambda: _compute(plan, index))
-    # After this all ranks have all new values.
-    consensus.require_same(CallSignature(operation))
+    change = consensus.run(operation, plan.match, tracked, tree, same=needed)
+    plan.values = load(extended, operation, index.parent, plan.shared, plan.own)
+    # All that may still fail is computed before the first object changes; after this
+    # all ranks have all new values.
+    consensus.run(operation, _compute, plan, index)
     # set_state of a user's object may fail, so these come before our own changes.
     with enter(strategy):
-        _set_states(consensus.run_in_scope, operation, plan)
+        _set_states(consensus, operation, plan)
     change()
     return plan
 
@@ -735,11 +675,7 @@ def _compute(plan: RestorePlan, index: pathlib.Path) -> None:
     plan.separate()
 
 
-def _set_states(
-    block: Callable[[str, Callable[[], Any]], Any],
-    operation: str,
-    plan: RestorePlan,
-) -> None:
+def _set_states(consensus: Consensus, operation: str, plan: RestorePlan) -> None:
     """Call `set_state` of all objects; undo all calls if one raises. Collective."""
     if not plan.objects:
         return
@@ -748,15 +684,13 @@ def _set_states(
     def get_states() -> list[Any]:
         return [copy.deepcopy(read_state(value)) for _, value, _ in plan.objects]
 
-    before = block(operation, get_states)
+    before = consensus.run(operation, get_states)
     for i, (path, value, new) in enumerate(plan.objects):
         where = f"{operation} of {readable(path)}"
         try:
-            block(where, functools.partial(write_state, value, new.value))
-        # Undo in reverse order, on all ranks: every rank is in the same call of
-        # `block`.
+            consensus.run(where, write_state, value, new.value)
+        # Undo in reverse order, on all ranks: every rank is in the same call of `run`.
         except Exception:
             for j in range(i, -1, -1):
-                _, changed, _ = plan.objects[j]
-                block(where, functools.partial(write_state, changed, before[j]))
+                consensus.run(where, write_state, plan.objects[j][1], before[j])
             raise
