@@ -274,7 +274,7 @@ class Checkpoint(Tracked):
           **options: of `Saver.save`.
         """
         # Counted before saving, so that the file holds the number in its own name.
-        before = self.save_counter
+        before = self._objects[_COUNTER]
         self._objects[_COUNTER] = before + 1
         try:
             return self._save(operation, lambda: find_index(before + 1), **options)
@@ -288,13 +288,13 @@ class Checkpoint(Tracked):
     ) -> str:
         # Replica functions may run at different times on each rank, so their saves
         # could not match.
-        require_cross_replica(self.strategy, operation)
+        saver, shard_bytes = self.saver, self._shard_bytes
+        require_cross_replica(saver.strategy, operation)
 
         def find_objects() -> dict[str, Any]:
             self._require_kinds()
             return self.objects
 
-        saver, shard_bytes = self.saver, self._shard_bytes
         with saver.extended.consensus.recorder.counters.checkpointing("save"):
             return saver.save(
                 operation, find_index, find_objects, shard_bytes=shard_bytes, **options

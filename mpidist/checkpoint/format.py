@@ -50,6 +50,7 @@ __all__ = [
     "FileLayout",
     "Header",
     "LARGEST_STRUCTURE_BYTES",
+    "MemoryFile",
     "MissingError",
     "Shard",
     "SparseFile",
@@ -65,7 +66,6 @@ __all__ = [
     "is_locked",
     "lay_out",
     "lock",
-    "memory_file",
     "open_file",
     "parse",
     "read_header",
@@ -431,9 +431,8 @@ class SparseFile(io.RawIOBase):
     writable = seekable = readable
 
 
-def memory_file(has_holes: bool) -> SparseFile | io.BytesIO:
-    """Return a file in memory, for one with large arrays or without."""
-    return SparseFile() if has_holes else io.BytesIO()
+# One without large arrays needs no holes
+MemoryFile = SparseFile | io.BytesIO
 
 
 def between(
@@ -454,6 +453,10 @@ def between(
 
 _FLOCK = "@hhqqi0q"  # struct flock: type, whence, start, length, pid
 _BYTE = 1 << 62  # the locked byte, far beyond any data
+_SHARED, _EXCLUSIVE = (
+    struct.pack(_FLOCK, kind, os.SEEK_SET, _BYTE, 1, 0)
+    for kind in (fcntl.F_RDLCK, fcntl.F_WRLCK)
+)
 
 
 def lock(descriptor: int) -> bool:
@@ -462,7 +465,7 @@ def lock(descriptor: int) -> bool:
     The lock lasts until this descriptor and all its duplicates are closed.
     """
     try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _request(fcntl.F_RDLCK))
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _SHARED)
     except OSError:  # a file system without locks
         return False
     return True
@@ -475,21 +478,14 @@ def is_locked(path: FilePath) -> bool:
     except OSError:
         return False
     try:
-        request = _request(fcntl.F_WRLCK)
-        found = struct.unpack(
-            _FLOCK, fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, request)
-        )
+        found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _EXCLUSIVE)
     except OSError:
         return False
     finally:
         os.close(descriptor)
-    kind, _, start, size, _ = found
+    kind, _, start, size, _ = struct.unpack(_FLOCK, found)
     # NFS reports HDF5's flock() as a lock of the whole file: not of a saving job
     return bool(kind != fcntl.F_UNLCK and (start, size) == (_BYTE, 1))
-
-
-def _request(kind: int) -> bytes:
-    return struct.pack(_FLOCK, kind, os.SEEK_SET, _BYTE, 1, 0)
 
 
 # Arrays up to this size are part of the structure; others have checksums per block
@@ -542,7 +538,7 @@ def write_file(
         # Arrays first: the header needs their checksums
         data = tuple(
             (offset, block.nbytes, checked_write(descriptor, offset, block))
-            for offset, block in plan.blocks()
+            for offset, block in plan.data
         )
         # Structure is everything between the arrays: one checksum over its parts in
         # order.
@@ -569,19 +565,13 @@ class FileLayout:
       image: everything except the header and the arrays of `data`.
       header_bytes: length of the header.
       size: of the file.
-      data: offsets and arrays of bytes, in file order.
+      data: offsets and bytes of the blocks of large arrays, in file order.
     """
 
-    image: SparseFile | io.BytesIO
+    image: MemoryFile
     header_bytes: int
     size: int
     data: list[tuple[int, Any]]
-
-    def blocks(self) -> Iterator[tuple[int, Any]]:
-        """Yield offset and bytes of each block."""
-        for offset, array in self.data:
-            for start in range(0, array.nbytes, BLOCK_BYTES):
-                yield offset + start, array[start : start + BLOCK_BYTES]
 
 
 def lay_out(
@@ -598,12 +588,15 @@ def lay_out(
       CheckpointError: too many names and small arrays for one file.
     """
     sizes = [node.size_bytes for node in nodes.values() if isinstance(node, Leaf)]
-    inline_bytes = _inline_bytes(sizes)
+    # Very many small arrays do not all fit in the structure, which is read at once
+    small = sum(size for size in sizes if size <= INLINE_BYTES)
+    is_much = small > LARGEST_STRUCTURE_BYTES // 2
+    inline_bytes = _ALIGNMENT if is_much else INLINE_BYTES
     # Counted before the layout, as the header precedes all blocks.
     blocks = sum(-(-size // BLOCK_BYTES) for size in sizes if size > inline_bytes)
     user_block_bytes = header_bytes(blocks, list(shards))
     # HDF5 writes into memory: its data structures, but none of the large arrays.
-    image = memory_file(has_holes=blocks > 0)
+    image = SparseFile() if blocks else io.BytesIO()
     placed: list[tuple[int, Any]] = []
     with h5py.File(
         image,
@@ -623,12 +616,13 @@ def lay_out(
     for offset, array in sorted(placed, key=lambda pair: pair[0]):
         if array.nbytes > inline_bytes:
             # Large arrays are only noted; `write_file` streams them.
-            data.append((offset, array))
+            for start in range(0, array.nbytes, BLOCK_BYTES):
+                data.append((offset + start, array[start : start + BLOCK_BYTES]))
         else:
             image.seek(offset)
             image.write(array)
     # What a reader has to hold in memory before it can verify anything.
-    structure = size - sum(array.nbytes for _, array in data)
+    structure = size - sum(block.nbytes for _, block in data)
     if structure > LARGEST_STRUCTURE_BYTES:
         raise CheckpointError(
             f"the names, numbers and small arrays of {len(sizes)} objects need "
@@ -636,15 +630,6 @@ def lay_out(
             "small arrays"
         )
     return FileLayout(image, user_block_bytes, size, data)
-
-
-def _inline_bytes(sizes: Sequence[int]) -> int:
-    """Return the size up to which arrays are part of the structure.
-
-    It is smaller for very many arrays, since the structure is read at once.
-    """
-    small = sum(size for size in sizes if size <= INLINE_BYTES)
-    return INLINE_BYTES if small <= LARGEST_STRUCTURE_BYTES // 2 else _ALIGNMENT
 
 
 def _create(

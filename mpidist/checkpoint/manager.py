@@ -244,19 +244,21 @@ class CheckpointManager:
         step = None
         if self._interval is not None:
             # All ranks save, or none.
-            step = self._consensus.run(
+            step, is_checked = self._consensus.run(
                 call,
-                self._step,
-                same=lambda step: (("step", step), ("check_interval", check_interval)),
+                lambda: (
+                    self._step(),
+                    validation.switch("check_interval", check_interval),
+                ),
+                same=lambda found: (("step", found[0]), ("check_interval", found[1])),
             )
             # Counted from the last save, so a restored job keeps the rhythm.
             last = self._last_step
             is_early = last is not None and (step or 0) < last + self._interval
-            if check_interval and is_early:
+            if is_checked and is_early:
                 return None
 
         def find_index(counter: int) -> Path:
-            validation.switch("check_interval", check_interval)
             if checkpoint_number is not None:
                 name = "checkpoint_number"
                 validation.optional_integer(name, checkpoint_number, 0, "")

@@ -20,13 +20,13 @@ import numpy as np
 
 from mpidist.checkpoint.format import (
     Header,
+    MemoryFile,
     Shard,
     SparseFile,
     between,
     checked_read,
     damage,
     header_crc32,
-    memory_file,
     open_file,
     parse,
     read_header_bytes,
@@ -91,9 +91,7 @@ def _read_file(path: Path, shards: Mapping[str, Group]) -> tuple[Group, Header]:
     return tree, header
 
 
-def _read_structure(
-    descriptor: int, start: int, header: Header
-) -> SparseFile | io.BytesIO:
+def _read_structure(descriptor: int, start: int, header: Header) -> MemoryFile:
     """Read everything but header and large arrays, and verify its checksum."""
     # A file that was cut short, or grew, is damaged whatever its checksums say.
     found = os.fstat(descriptor).st_size
@@ -101,7 +99,7 @@ def _read_structure(
         raise ValueError(f"it has {found} bytes instead of {header.size}")
     # Arrays are verified block by block when they are read; this is all the rest.
     holes = [(offset, size) for offset, size, _ in header.data]
-    image, crc32 = memory_file(has_holes=len(holes) > 0), 0
+    image, crc32 = SparseFile() if holes else io.BytesIO(), 0
     for offset, size in between(start, holes, header.size):
         data = os.pread(descriptor, size, offset)
         crc32 = zlib.crc32(data, crc32)
@@ -126,7 +124,7 @@ class _Reader:
         file: h5py.File,
         name: str,
         header: Header,
-        image: SparseFile | io.BytesIO,
+        image: MemoryFile,
         shards: Mapping[str, Group],
     ):
         self._file = file

@@ -35,9 +35,16 @@ from mpidist.checkpoint.format import (
     unwritable,
     write_file,
 )
-from mpidist.checkpoint.state import describe_nodes, join_ranks, nodes_of
+from mpidist.checkpoint.state import (
+    Digests,
+    describe_nodes,
+    digests_of,
+    join_ranks,
+    nodes_of,
+)
 from mpidist.checkpoint.tree import Group, Leaf, Nodes
 from mpidist.checkpoint.tree import Path as NodePath
+from mpidist.comm.consensus.consensus import Fields
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.context import enter
 from mpidist.device import arrays
@@ -80,7 +87,7 @@ class Saver:
 
     def __init__(self, strategy: Strategy):
         self.extended = strategy.extended
-        self._strategy = strategy
+        self.strategy = strategy
         self._pending: Saving | None = None
         self.restored: Path | None = None  # by the same Checkpoint, the last time
         # Memory for copies is kept from save to save: page faults cost more than
@@ -120,45 +127,50 @@ class Saver:
           MismatchError: arrays, numbers or text differ between ranks.
           What `nodes_of` raises on any rank.
         """
-        self.wait()
+        if self._pending is not None:
+            self.wait()  # two at once would need twice the memory
         begun, extended = time.monotonic(), self.extended
         rank, ranks = extended.replica_id, extended.num_replicas
 
         # In the scope, as get_state of a user may read variables
-        def read() -> tuple[Path, Nodes]:
+        def read() -> tuple[Path, Nodes, Digests]:
             index = find_index()
-            with enter(self._strategy):
-                return index, nodes_of(find_objects(), self._strategy)
+            with enter(self.strategy):
+                nodes = nodes_of(find_objects(), self.strategy)
+            return index, nodes, digests_of(nodes)
 
         # Differences between ranks are an error: a checkpoint restores one value on all
-        index, nodes = extended.consensus.run(
-            operation,
-            read,
-            same=lambda r: [("path", str(r[0])), *describe_nodes(r[1], ranks > 1)],
-        )
-        in_shard = join_ranks(extended, operation, nodes, shard_bytes)
+        def agreed(state: tuple[Path, Nodes, Digests]) -> Fields:
+            return [("path", str(state[0])), *describe_nodes(state[1], ranks > 1)]
+
+        index, nodes, digests = extended.consensus.run(operation, read, same=agreed)
+        in_shard = join_ranks(extended, operation, nodes, digests, shard_bytes)
         shards, cuts = plan_shards(nodes, in_shard is not None, ranks, shard_bytes)
         planned: Planned = None, None
 
         def begin() -> tuple[str, int]:
             nonlocal planned
-            token, serial, found = _begin(index, id(self), known)
-            planned = planned if plan is None else plan(index, found)
-            return token, serial
+            directories.removal.wait()  # space of earlier checkpoints may be needed
+            with unwritable(index):
+                directories.make_directory(index.parent)
+                serial, existing = directories.next_serial(index, id(self), known)
+            if plan is not None:
+                planned = plan(index, existing)
+            # Random, so shards of two saves never have one name.
+            return secrets.token_hex(4), serial
 
-        # The token is random, so shards of two saves never have one name.
         token, serial = extended.consensus.root_only(operation, begin)
-        names = directories.shard_names(index, token, shards)
-        who = names, rank, ranks
-        saving = Saving(index, token, serial, *who, *planned, id(self), begun)
+        who = token, directories.shard_names(index, token, shards), rank, ranks
+        saving = Saving(index, serial, *who, *planned, id(self), begun)
 
         def prepare() -> None:
-            """Copy what this rank writes; only for shards or in the background."""
-            saving.shard = divide(nodes, in_shard or {}, cuts, rank)
-            saving.index_nodes = nodes if rank == 0 else {}
-            for part in (saving.shard, saving.index_nodes):
-                if part:
-                    self._copies.replace(part, is_needed_later=is_background)
+            """Take what this rank writes."""
+            if shards:
+                saving.shard = divide(nodes, in_shard or {}, cuts, rank)
+                self._copies.replace(saving.shard, is_needed_later=is_background)
+            if rank == 0:
+                saving.index_nodes = nodes
+                self._copies.replace(nodes, is_needed_later=is_background)
 
         self._write(operation, saving, prepare, is_background)
         return str(index)
@@ -173,7 +185,8 @@ class Saver:
         """Write a checkpoint; return when it is complete, or has begun. Collective."""
         consensus = self.extended.consensus
         try:
-            self._require_shared(operation, saving)
+            if saving.shard_names:  # on all ranks
+                self._require_shared(operation, saving.index)
             if is_background:
                 consensus.run(operation, prepare)
         except BaseException:
@@ -203,17 +216,16 @@ class Saver:
             # count.
             if saving.shard_names:  # on all ranks
                 consensus.run(operation, write_shard, yield_cpu=True)
-            saving.expect_shards()
+            saving.shards_are_written.set()
             consensus.root_only(operation, write_index)
 
-    def _require_shared(self, operation: str, saving: Saving) -> None:
+    def _require_shared(self, operation: str, index: Path) -> None:
         """Raise unless all nodes see the directory of a save. Collective.
 
         Asked once for each directory, and only where several ranks write.
         """
-        index = saving.index
-        if not saving.shard_names or index.parent in self._shared:
-            return  # on all ranks
+        if index.parent in self._shared:  # on all ranks
+            return
         probes: list[AtomicFile] = []
 
         def create() -> list[Path]:
@@ -254,7 +266,7 @@ class Saver:
         with saving.until_complete():
             # The error of any rank's shard is raised on all.
             consensus.require_same(_WAIT, saving.shard_error)
-            saving.expect_shards()
+            saving.shards_are_written.set()
             consensus.root_only(_WAIT, saving.finish)
 
     def _end_lost(self) -> None:
@@ -316,24 +328,14 @@ def finish_all() -> None:
         Saver.busy[0].wait()
 
 
-def _begin(
-    index: Path, owner: int, known: directories.Known | None
-) -> tuple[str, int, list[directories.Saved]]:
-    """Make the directory of a save; return a token, and see `next_serial`."""
-    directories.removal.wait()  # space of earlier checkpoints may be needed
-    with unwritable(index):
-        directories.make_directory(index.parent)
-        return secrets.token_hex(4), *directories.next_serial(index, owner, known)
-
-
 @dataclasses.dataclass
 class Saving:
     """The writes of one rank for one checkpoint, in this thread or a separate one.
 
     Args:
       index: the checkpoint.
-      token: distinguishes its shards from those of other saves.
       serial: of the checkpoint in its directory.
+      token: distinguishes its shards from those of other saves.
       shard_names: of all shards, by rank; the first ranks write them.
       rank, ranks: of this process, and how many there are.
       preserved: see `Header`.
@@ -343,8 +345,8 @@ class Saving:
     """
 
     index: Path
-    token: str
     serial: int
+    token: str
     shard_names: Sequence[str]
     rank: int
     ranks: int
@@ -361,7 +363,7 @@ class Saving:
         self.shard_is_done = threading.Event()
         self._index_error: Exception | None = None
         self._given_up = threading.Event()
-        self._shards_are_written = threading.Event()
+        self.shards_are_written = threading.Event()
         self._thread: threading.Thread | None = None
         self._locks: list[int] = []  # descriptors that keep other jobs from removing
         self._shard_path: Path | None = None
@@ -485,10 +487,6 @@ class Saving:
             if self.after is not None:
                 self.after()
 
-    def expect_shards(self) -> None:
-        """Start the time limit for shards to appear: all ranks have written theirs."""
-        self._shards_are_written.set()
-
     def _wait_for_shard(self, name: str) -> Shard:
         """Return size and checksum of a shard, once it is visible."""
         path = self.index.with_name(name)
@@ -498,7 +496,7 @@ class Saving:
             if self._given_up.wait(_POLL_SECONDS):
                 raise CheckpointError(f"{self.index}: another rank's shard failed")
             # Only time after all have written counts against the limit.
-            seconds += _POLL_SECONDS * self._shards_are_written.is_set()
+            seconds += _POLL_SECONDS * self.shards_are_written.is_set()
             if seconds > VISIBLE_SECONDS:
                 raise CheckpointError(
                     f"{self.index.parent}: rank 0 does not see {name}, which another "
@@ -524,17 +522,18 @@ class Copies:
             training continues while a thread writes.
         """
         for path, node in nodes.items():
-            if isinstance(node, Leaf) and node.array is not None:
-                array = self._copy(path, node, is_needed_later)
-                if array is not node.array:
-                    nodes[path] = dataclasses.replace(node, array=array)
+            if not isinstance(node, Leaf) or node.array is None:
+                continue
+            if not isinstance(node.array, np.ndarray):
+                array = self._fetch(path, node.array)
+            elif is_needed_later and not node.is_frozen:
+                array = self._copy(path, node.array)
+            else:
+                continue
+            nodes[path] = dataclasses.replace(node, array=array)
 
-    def _copy(self, path: NodePath, leaf: Leaf, is_needed_later: bool) -> Any:
-        array = leaf.array
-        if arrays.is_device_array(array):
-            return self._fetch(path, array)
-        if leaf.is_frozen or not is_needed_later:
-            return array
+    def _copy(self, path: NodePath, array: Any) -> Any:
+        """Return a copy of a NumPy array."""
         buffer = self._buffers.get(path)
         if buffer is None or (buffer.dtype, buffer.shape) != (array.dtype, array.shape):
             buffer = self._buffers[path] = np.empty(array.shape, array.dtype)
@@ -612,7 +611,8 @@ def plan_shards(
         for path, node in nodes.items()
         if isinstance(node, Leaf) and node.size_bytes >= SMALLEST_SHARD_BYTES
     ]
-    count = shard_count(sum(size for _, size, _ in large), shard_bytes, ranks)
+    total = sum(size for _, size, _ in large)
+    count = shard_count(total, shard_bytes, ranks) if large else 1
     # With per-rank states each rank has a shard, however small its part is. Else one
     # shard would only add a file.
     if count == 1:

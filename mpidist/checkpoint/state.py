@@ -55,11 +55,13 @@ __all__ = [
     "GENERATOR",
     "OBJECT",
     "Attributes",
+    "Digests",
     "PerRankState",
     "WrittenThrough",
     "checked_state",
     "derived_state",
     "describe_nodes",
+    "digests_of",
     "fresh_generator",
     "has_attributes",
     "has_state",
@@ -78,6 +80,7 @@ __all__ = [
 ]
 
 OBJECT, GENERATOR, VARIABLE = "object", "generator", "variable"
+Digests = dict[Path, tuple[bytes, int]]
 
 
 class WrittenThrough(dict[str, Any]):
@@ -642,8 +645,18 @@ def _describe(node: Any, compares: bool) -> str:
     return f"{node.kind} {array.tobytes().hex()}"
 
 
+def digests_of(nodes: Nodes) -> Digests:
+    """Return a hash of each `PerRankState`, and the bytes of its arrays."""
+    states = ((p, n) for p, n in nodes.items() if isinstance(n, PerRankState))
+    return {path: _digest(state.nodes) for path, state in states}
+
+
 def join_ranks(
-    extended: StrategyExtended, operation: str, nodes: Nodes, most_bytes: int
+    extended: StrategyExtended,
+    operation: str,
+    nodes: Nodes,
+    digests: Digests,
+    most_bytes: int,
 ) -> Nodes | None:
     """Replace each `PerRankState` by what the index has of it. Collective.
 
@@ -653,41 +666,37 @@ def join_ranks(
       extended: whose ranks save.
       operation: the public call, for messages.
       nodes: of all objects; changed to what is equal on all ranks.
+      digests: see `digests_of`.
       most_bytes: states of more bytes in total go to the shards; the index then has a
         `Link` for each.
     """
-    states = {p: n for p, n in nodes.items() if isinstance(n, PerRankState)}
-    if not states:
-        # The usual case: no rank has a state of its own.
+    if not digests:  # the usual case, on all ranks
         return None
     gather = extended.consensus.gather_objects
-    hashes = gather(
-        operation, lambda: {p: _digest(state.nodes) for p, state in states.items()}
-    )
+    everyone = gather(operation, lambda: digests)
     # In the order of the dict, which is the same on all ranks.
+    states = {path: nodes[path] for path in digests}
     unlike = []
     for path, state in states.items():
-        if state.is_shared and len({ranks[path] for ranks in hashes}) == 1:
+        if state.is_shared and len({found[path] for found in everyone}) == 1:
             nodes |= state.nodes  # equal on all ranks
         else:
             unlike.append(path)
             nodes[path] = Group("ranks")
     # Too much to send to rank 0: each rank writes its own.
-    if sum(ranks[path][1] for path in unlike for ranks in hashes) > most_bytes:
+    if sum(found[path][1] for path in unlike for found in everyone) > most_bytes:
         in_shard: Nodes = {}
         for path in unlike:
-            for rank in range(extended.num_replicas):
-                nodes[(*path, str(rank))] = Link(rank)
+            ranks = range(extended.num_replicas)
+            nodes |= {(*path, str(rank)): Link(rank) for rank in ranks}
             in_shard |= _below(path, extended.replica_id, states[path].nodes)
         return in_shard
     # Small: rank 0 writes all, and no shards are needed.
     if unlike:
-        everyone = gather(
-            operation, lambda: {path: _on_host(states[path].nodes) for path in unlike}
-        )
-        for rank, gathered in enumerate(everyone):
-            for path, found in gathered.items():
-                nodes |= _below(path, rank, found)
+        sent = gather(operation, lambda: [_to_send(states[p].nodes) for p in unlike])
+        for rank, gathered in enumerate(sent):
+            for path, received in zip(unlike, gathered, strict=True):
+                nodes |= _below(path, rank, received)
     return None
 
 
@@ -710,11 +719,11 @@ def _digest(nodes: Nodes) -> tuple[bytes, int]:
     return hashed.digest(), size_bytes
 
 
-def _on_host(nodes: Nodes) -> Nodes:
-    """Return nodes that can be pickled: their arrays are in host memory."""
-    copied = dict(nodes)
-    for path, node in nodes.items():
-        if isinstance(node, Leaf) and node.array is not None:
-            array = np.array(arrays.to_host(node.array), order="C")
-            copied[path] = dataclasses.replace(node, array=array, is_frozen=True)
-    return copied
+def _to_send(nodes: Nodes) -> Nodes:
+    """Return nodes with their arrays in host memory, to be pickled, which copies."""
+    return {
+        path: node
+        if isinstance(node, Group)
+        else dataclasses.replace(node, array=arrays.to_host(node.array), is_frozen=True)
+        for path, node in nodes.items()
+    }
