@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import io
 import json
+import math
 import os
 import zlib
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,6 @@ import numpy as np
 from mpidist.checkpoint.format import (
     Header,
     MemoryFile,
-    Shard,
     SparseFile,
     between,
     checked_read,
@@ -29,6 +29,7 @@ from mpidist.checkpoint.format import (
     header_crc32,
     open_file,
     parse,
+    read_header,
     read_header_bytes,
 )
 from mpidist.checkpoint.tree import (
@@ -59,36 +60,28 @@ def read_tree(path: Path) -> Group:
     Raises:
       CheckpointError: it is missing or damaged.
     """
-    # First without the shards, to learn which there are.
-    tree, header = _read_file(path, {})
     shards = {}
-    for shard in header.shards:
+    for shard in read_header(path).shards:
         beside = path.with_name(shard.name)
         with damage(path):
-            # Checked before it is read: a shard of another save has the same name
-            # pattern.
-            _require_shard(beside, shard)
-        shards[shard.name], _ = _read_file(beside, {})
-    # Again with the shards, whose nodes replace links and virtual datasets.
-    return tree if not shards else _read_file(path, shards)[0]
+            # A shard of another save may have taken its name
+            if header_crc32(beside) != shard.crc32:
+                raise ValueError(f"{shard.name} belongs to another checkpoint")
+        shards[shard.name] = _read_file(beside, {})
+    return _read_file(path, shards)
 
 
-def _require_shard(path: Path, shard: Shard) -> None:
-    """Raise if a file is not the shard that the index lists."""
-    if header_crc32(path) != shard.crc32:
-        raise ValueError(f"{path.name} belongs to another checkpoint")
-
-
-def _read_file(path: Path, shards: Mapping[str, Group]) -> tuple[Group, Header]:
+def _read_file(path: Path, shards: Mapping[str, Group]) -> Group:
     with open_file(path) as descriptor:
         # The header has a checksum of its own, and limits what is read after it.
         text = read_header_bytes(descriptor)
         header = parse(text)
+        if {shard.name for shard in header.shards} != shards.keys():
+            raise ValueError("it was replaced while it was read")
         image = _read_structure(descriptor, len(text), header)
         # HDF5 sees verified bytes in memory, and never the file itself.
         with h5py.File(image, "r") as file:
-            tree = _Reader(file, path.name, header, image, shards).group(file, "")
-    return tree, header
+            return _Reader(file, path.name, header, image, shards).group(file, "")
 
 
 def _read_structure(descriptor: int, start: int, header: Header) -> MemoryFile:
@@ -149,18 +142,13 @@ class _Reader:
         # Lists have their order by number; HDF5 sorts names as text.
         if kind in ("list", "tuple", "ranks"):
             names = [str(i) for i in range(len(names))]
-        children: dict[str, Node] = {}
-        for name in names:
-            found = self._node(group, name, f"{path}/{name}")
-            if found is not None:
-                children[name] = found
+        children = {name: self._node(group, name, f"{path}/{name}") for name in names}
         return Group(kind, children, role, _container_type(group, kind))
 
-    def _node(self, group: h5py.Group, name: str, path: str) -> Node | None:
+    def _node(self, group: h5py.Group, name: str, path: str) -> Node:
         link = group.get(name, getlink=True)
-        # Into a shard; in the first pass the shards were not read yet.
         if isinstance(link, h5py.ExternalLink):
-            return self._in_shard(link.filename, path) if self._shards else None
+            return self._in_shard(link.filename, path)
         # Soft links could lead anywhere, or in circles.
         if not isinstance(link, h5py.HardLink):
             raise ValueError(f"{path!r} is a link")
@@ -189,8 +177,7 @@ class _Reader:
     ) -> Leaf:
         """Return the leaf of a dataset of this file."""
         dtype, shape = _dtype_and_shape(dataset)
-        # Python integers: a product of 64-bit sizes may overflow NumPy's.
-        size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+        size = math.prod(shape) * dtype.itemsize
         offset = contiguous_offset(dataset) or 0
         if size and not offset:
             raise ValueError(f"dataset {path!r} is not contiguous")
@@ -227,10 +214,10 @@ class _Reader:
         dtype, shape = _original(dataset, dataset.dtype, dataset.shape)
         pieces = self._pieces(path, dtype.itemsize)
         leaf = Leaf(kind, dtype, shape, None, pieces, role)
-        found = sum(piece.size for piece in pieces)
-        if self._shards and found != leaf.size_bytes:
+        size = sum(piece.size for piece in pieces)
+        if size != leaf.size_bytes:
             raise ValueError(
-                f"dataset {path!r} has {found} bytes instead of {leaf.size_bytes}"
+                f"dataset {path!r} has {size} bytes instead of {leaf.size_bytes}"
             )
         return leaf
 

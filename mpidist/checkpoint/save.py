@@ -131,20 +131,8 @@ class Saver:
             self.wait()  # two at once would need twice the memory
         begun, extended = time.monotonic(), self.extended
         rank, ranks = extended.replica_id, extended.num_replicas
-
-        # In the scope, as get_state of a user may read variables
-        def read() -> tuple[Path, Nodes, Digests]:
-            index = find_index()
-            with enter(self.strategy):
-                nodes = nodes_of(find_objects(), self.strategy)
-            return index, nodes, digests_of(nodes)
-
-        # Differences between ranks are an error: a checkpoint restores one value on all
-        def agreed(state: tuple[Path, Nodes, Digests]) -> Fields:
-            return [("path", str(state[0])), *describe_nodes(state[1], ranks > 1)]
-
-        index, nodes, digests = extended.consensus.run(operation, read, same=agreed)
-        in_shard = join_ranks(extended, operation, nodes, digests, shard_bytes)
+        state = self._read_state(operation, find_index, find_objects, shard_bytes)
+        index, nodes, in_shard = state
         shards, cuts = plan_shards(nodes, in_shard is not None, ranks, shard_bytes)
         planned: Planned = None, None
 
@@ -174,6 +162,35 @@ class Saver:
 
         self._write(operation, saving, prepare, is_background)
         return str(index)
+
+    def _read_state(
+        self,
+        operation: str,
+        find_index: Callable[[], Path],
+        find_objects: Callable[[], Mapping[str, Any]],
+        most_bytes: int,
+    ) -> tuple[Path, Nodes, Nodes | None]:
+        """Return the file, all nodes, and the result of `join_ranks`. Collective."""
+        extended = self.extended
+
+        # In the scope, as get_state of a user may read variables
+        def read() -> tuple[Path, Nodes, Digests]:
+            index = find_index()
+            with enter(self.strategy):
+                nodes = nodes_of(find_objects(), self.strategy)
+            return index, nodes, digests_of(nodes)
+
+        # Differences between ranks are an error: a checkpoint restores one value on all
+        def agreed(state: tuple[Path, Nodes, Digests]) -> Fields:
+            index, nodes, _ = state
+            return [
+                ("path", str(index)),
+                *describe_nodes(nodes, compares=extended.num_replicas > 1),
+            ]
+
+        index, nodes, digests = extended.consensus.run(operation, read, same=agreed)
+        in_shard = join_ranks(extended, operation, nodes, digests, most_bytes)
+        return index, nodes, in_shard
 
     def _write(
         self,
