@@ -163,10 +163,10 @@ def find(
     deadline: float | None = None
     while True:
         files = filter(None, map(pattern.fullmatch, _names(directory)))
-        found, errors = [], {}
+        checkpoints, errors = [], {}
         for match in files:
             try:
-                found.append(_inspect(directory / match[0], int(match[1])))
+                checkpoints.append(_inspect(directory / match[0], int(match[1])))
             except (CheckpointError, OSError) as error:
                 errors[match[0]] = error
         # If another job has removed some meanwhile, it has also saved new ones
@@ -181,7 +181,7 @@ def find(
             time.sleep(_POLL_SECONDS)
     for skipped in errors.values():
         on_skip(skipped)
-    return sorted(found)
+    return sorted(checkpoints)
 
 
 # By path: the file's identity and times, and what its header says. A checkpoint is
@@ -234,22 +234,24 @@ def find_undamaged(
     """
     unreadable: set[Saved] = set()
     while True:
-        every = find(directory, name, on_skip)
-        found = list(every)
-        while found and (found[-1] in damaged or found[-1] in unreadable):
-            del found[-1]
-        serial = every[-1].serial if every else 0
-        if not found:
+        listed = find(directory, name, on_skip)
+        checkpoints = list(listed)
+        while checkpoints and (
+            checkpoints[-1] in damaged or checkpoints[-1] in unreadable
+        ):
+            del checkpoints[-1]
+        serial = listed[-1].serial if listed else 0
+        if not checkpoints:
             return [], serial
         try:
-            read_tree(found[-1].path)
+            read_tree(checkpoints[-1].path)
         except CheckpointError as error:
             # If it was removed meanwhile, there are others now
-            if found[-1].path.exists():
+            if checkpoints[-1].path.exists():
                 on_skip(error)
-                unreadable.add(found[-1])
+                unreadable.add(checkpoints[-1])
         else:
-            return found, serial
+            return checkpoints, serial
 
 
 def warn_skipped(error: Exception) -> None:
@@ -283,23 +285,23 @@ def next_serial(
     held = _held.get(_key(index))
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
-        found: list[Saved] = []
+        existing: list[Saved] = []
         if is_numbered:
-            found = find(index.parent, name)
+            existing = find(index.parent, name)
         elif index.exists():
-            found = [Saved(0, 0, index, 0.0)]
+            existing = [Saved(0, 0, index, 0.0)]
             with contextlib.suppress(CheckpointError, OSError):  # damaged, or removed
-                found = [_inspect(index, 0)]
-        if not found:
+                existing = [_inspect(index, 0)]
+        if not existing:
             return 1, []
-        newest = found[-1]
+        newest = existing[-1]
         if held is not None and (held.saved, held.owner) == (newest, owner):
             break  # the usual case
         # What the other job has saved until it ended counts as well
         if not _wait_for_lock(index, newest, deadline):
             _require_newest(index, newest, owner, known)
             break
-    return (newest.serial + 1 if is_numbered else 1), found
+    return (newest.serial + 1 if is_numbered else 1), existing
 
 
 def remove_checkpoint(index: Path) -> None:
@@ -343,7 +345,7 @@ def remove_leftovers(directory: Path, name: str, in_use: Iterable[str] = ()) -> 
 def _is_of_another(index: Path, shard: str) -> bool:
     """Return whether an index is valid and does not list the shard."""
     try:
-        return shard not in {found.name for found in read_header(index).shards}
+        return shard not in {listed.name for listed in read_header(index).shards}
     except CheckpointError:
         return False
 
@@ -410,14 +412,14 @@ _MOST_HELD = 64
 
 
 def _describe_job() -> str:
-    found = [
+    schedulers = [
         f"{scheduler} {os.environ[name][:40]}, "
         for name, scheduler in SCHEDULERS.items()
         if name in os.environ
     ]
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     where = f"process {os.getpid()} on host {os.uname().nodename[:64]}"
-    return f"{''.join(found[:1])}{where}, started {now}"
+    return f"{''.join(schedulers[:1])}{where}, started {now}"
 
 
 JOB = _describe_job()
@@ -531,8 +533,8 @@ def _refuse(index: Path, newest: Saved, why: str) -> NoReturn:
 def _is_held(path: Path) -> bool:
     """Return whether this process holds the lock on a file."""
     try:
-        found = path.stat()
-        return any(os.path.samestat(found, os.fstat(h[0])) for h in _held.values())
+        status = path.stat()
+        return any(os.path.samestat(status, os.fstat(h[0])) for h in _held.values())
     except OSError:
         return False
 

@@ -186,19 +186,19 @@ def parse(data: bytes) -> Header:
     # Checked before it is parsed.
     if len(data) < length or zlib.crc32(body) != crc32:
         raise ValueError("the checksum of its header does not match")
-    found = json.loads(body)
+    fields = json.loads(body)
     header = Header(
-        _integer(found["serial"]),
-        _integer(found["size"]),
-        _integer(found["structure_crc32"]),
-        tuple((_integer(a), _integer(b), _integer(c)) for a, b, c in found["data"]),
+        _integer(fields["serial"]),
+        _integer(fields["size"]),
+        _integer(fields["structure_crc32"]),
+        tuple((_integer(a), _integer(b), _integer(c)) for a, b, c in fields["data"]),
         tuple(
             Shard(_file_name(s["name"]), _integer(s["size"]), _integer(s["crc32"]))
-            for s in found["shards"]
+            for s in fields["shards"]
         ),
-        str(found.get("job", "")),
-        _preserved(found.get("preserved")),
-        _integer(found.get("milliseconds", 0)),
+        str(fields.get("job", "")),
+        _preserved(fields.get("preserved")),
+        _integer(fields.get("milliseconds", 0)),
     )
     _require_order(header, length)
     # Of what is left besides header and arrays.
@@ -359,19 +359,19 @@ def checked_read(descriptor: int, offset: int, into: Any, crc32: int) -> None:
       ValueError: the file is too short, or the checksum differs.
     """
     view = memoryview(into).cast("B")
-    found, at, done = 0, offset, 0
+    actual, at, done = 0, offset, 0
     # preadv may return less; 0 is the end of the file.
     while done < view.nbytes:
         step = view[done : done + _STEP_BYTES]
         count = os.preadv(descriptor, [step], at)
         if not count:
             raise ValueError(f"it ends at byte {at}, in the middle of an array")
-        found = deflate.crc32(step[:count], found)
+        actual = deflate.crc32(step[:count], actual)
         at += count
         done += count
-    if found != crc32:
+    if actual != crc32:
         raise ValueError(
-            f"bytes {offset} to {at} have the checksum {found:08x} instead of "
+            f"bytes {offset} to {at} have the checksum {actual:08x} instead of "
             f"{crc32:08x}"
         )
 
@@ -478,12 +478,12 @@ def is_locked(path: FilePath) -> bool:
     except OSError:
         return False
     try:
-        found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _EXCLUSIVE)
+        blocking = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _EXCLUSIVE)
     except OSError:
         return False
     finally:
         os.close(descriptor)
-    kind, _, start, size, _ = struct.unpack(_FLOCK, found)
+    kind, _, start, size, _ = struct.unpack(_FLOCK, blocking)
     # NFS reports HDF5's flock() as a lock of the whole file: not of a saving job
     return bool(kind != fcntl.F_UNLCK and (start, size) == (_BYTE, 1))
 

@@ -87,9 +87,9 @@ def _read_file(path: Path, shards: Mapping[str, Group]) -> Group:
 def _read_structure(descriptor: int, start: int, header: Header) -> MemoryFile:
     """Read everything but header and large arrays, and verify its checksum."""
     # A file that was cut short, or grew, is damaged whatever its checksums say.
-    found = os.fstat(descriptor).st_size
-    if found != header.size:
-        raise ValueError(f"it has {found} bytes instead of {header.size}")
+    size_now = os.fstat(descriptor).st_size
+    if size_now != header.size:
+        raise ValueError(f"it has {size_now} bytes instead of {header.size}")
     # Arrays are verified block by block when they are read; this is all the rest.
     holes = [(offset, size) for offset, size, _ in header.data]
     image, crc32 = SparseFile() if holes else io.BytesIO(), 0
@@ -296,7 +296,7 @@ def load(
     operation: str,
     directory: Path,
     shared: Sequence[Leaf],
-    own: Sequence[Leaf],
+    local: Sequence[Leaf],
 ) -> dict[int, Any]:
     """Return the arrays of leaves by `id(leaf)`. Collective.
 
@@ -305,7 +305,7 @@ def load(
       operation: the public call, for messages.
       directory: of the files.
       shared: leaves that all ranks need, equal on all ranks.
-      own: leaves that only this rank needs.
+      local: leaves that only this rank needs.
 
     Raises, on all ranks:
       CheckpointError: a file cannot be read, or is damaged.
@@ -319,7 +319,9 @@ def load(
             id(leaf): _read(directory, leaf, leaf.pieces[rank::ranks])
             for leaf in shared
         }
-        return values | {id(leaf): _read(directory, leaf, leaf.pieces) for leaf in own}
+        return values | {
+            id(leaf): _read(directory, leaf, leaf.pieces) for leaf in local
+        }
 
     values = extended.consensus.run(operation, read, yield_cpu=True)
     for leaf in shared if ranks > 1 else ():

@@ -90,15 +90,15 @@ class RestorePlan:
         self._strategy = strategy
         self._file = file
         self._is_partial = is_partial
-        self._is_own = False
+        self._is_local = False
         self.shared: list[Leaf] = []  # to be read for all ranks
-        self.own: list[Leaf] = []  # to be read for this rank only
+        self.local: list[Leaf] = []  # to be read for this rank only
         self.values: dict[int, Any] = {}  # arrays that were read, by id(leaf)
         self.deferred: list[Deferred] = []
         # Those with set_state, and their new states
         self.objects: list[tuple[Path, Any, Deferred]] = []
         # Objects that change in place, by id, with the first place where each stands
-        self._places: dict[int, tuple[Any, Path, Node]] = {}
+        self._first_places: dict[int, tuple[Any, Path, Node]] = {}
         # Arrays that change in place, and what replaces one that must not
         self._separated: list[tuple[Write, Deferred]] = []
         self.missing: list[str] = []
@@ -113,7 +113,7 @@ class RestorePlan:
         owner = identity(value)
         if owner is None:
             return self._match(value, node, path)
-        _, first, there = self._places.setdefault(id(owner), (owner, path, node))
+        _, first, there = self._first_places.setdefault(id(owner), (owner, path, node))
         if first == path:
             return self._match(value, node, path)
         return self._match_again(value, node, path, first, there)
@@ -300,24 +300,27 @@ class RestorePlan:
 
     def _object(self, value: Any, node: Node, path: Path) -> Change:
         states = self._states(node, path, OBJECT)
-        found = node if states is None else self._of_this_rank(states, path)
-        is_one = isinstance(found, Group) and found.role == f"{OBJECT} of one"
+        state = node if states is None else self._of_this_rank(states, path)
+        is_one = isinstance(state, Group) and state.role == f"{OBJECT} of one"
         # A state that is a single number was wrapped in a tuple.
-        read = self._decoded(found, path, is_own=states is not None)
+        read = self._decoded(state, path, is_local=states is not None)
         new = self._defer(path, lambda: read()[0] if is_one else read())
         self.objects.append((path, value, new))
         return lambda: value
 
     def _states(self, node: Node, path: Path, role: str) -> list[Node] | None:
-        """Return the states of all ranks; None if one node is the state of all."""
+        """Return the states of all ranks; None if state node is the state of all."""
         if isinstance(node, Group) and node.kind == "ranks":
-            found = list(node.children.values())
+            states = list(node.children.values())
         else:
-            found = [node]
-        for one in found:
-            if not isinstance(one, Group) or one.role not in (role, f"{role} of one"):
+            states = [node]
+        for state in states:
+            if not isinstance(state, Group) or state.role not in (
+                role,
+                f"{role} of state",
+            ):
                 self._fail(path, f"the state of a {role}", node)
-        return None if found == [node] and found[0] is node else found
+        return None if states == [node] and states[0] is node else states
 
     def _of_this_rank(self, states: list[Node], path: Path) -> Node:
         extended = self._strategy.extended
@@ -333,13 +336,13 @@ class RestorePlan:
     def _per_replica(self, value: PerReplica, node: Node, path: Path) -> Change:
         if not isinstance(node, Group) or node.kind != "ranks":
             self._fail(path, "a value for each rank", node)
-        own_node = self._of_this_rank(list(node.children.values()), path)
+        node_of_rank = self._of_this_rank(list(node.children.values()), path)
         # Below here leaves are this rank's own, and not broadcast to others.
-        self._is_own = True
+        self._is_local = True
         try:
-            change = self.match(value.values[0], own_node, path)
+            change = self.match(value.values[0], node_of_rank, path)
         finally:
-            self._is_own = False
+            self._is_local = False
 
         def change_component() -> PerReplica:
             new = change()
@@ -394,15 +397,15 @@ class RestorePlan:
             for below, leaf in leaves(node, path):
                 if leaf.kind == "array":
                     self._fail(below, "a number or text", leaf)
-        new = self._defer(path, self._decoded(node, path, self._is_own, value))
+        new = self._defer(path, self._decoded(node, path, self._is_local, value))
         return lambda: update_in_place(value, new.value)
 
     def _decoded(
-        self, node: Node, path: Path, is_own: bool = False, similar: Any = None
+        self, node: Node, path: Path, is_local: bool = False, similar: Any = None
     ) -> Callable[[], Any]:
         """Return a function that decodes a node, after its arrays were read."""
         # Registered now, read after all objects have matched.
-        self._need(node, is_own)
+        self._need(node, is_local)
         return lambda: decode(node, self.values, similar)
 
     def _array_leaf(
@@ -414,15 +417,15 @@ class RestorePlan:
             self._fail(path, expected, node)
         if (node.dtype, node.shape) != (dtype, shape):
             self._fail(path, expected, node)
-        self._need(node, self._is_own)
+        self._need(node, self._is_local)
         return node
 
-    def _need(self, node: Node, is_own: bool) -> None:
+    def _need(self, node: Node, is_local: bool) -> None:
         if isinstance(node, Group):
             for child in node.children.values():
-                self._need(child, is_own)
+                self._need(child, is_local)
         elif node.pieces:
-            (self.own if is_own else self.shared).append(node)
+            (self.local if is_local else self.shared).append(node)
 
     def _value(self, leaf: Leaf) -> Any:
         return self.values[id(leaf)] if leaf.pieces else leaf.array
@@ -650,7 +653,7 @@ def restore(
     # Nothing is changed yet: `match` only plans, and its errors are raised on all
     # ranks.
     change = consensus.run(operation, plan.match, tracked, tree, same=needed)
-    plan.values = load(extended, operation, index.parent, plan.shared, plan.own)
+    plan.values = load(extended, operation, index.parent, plan.shared, plan.local)
     # All that may still fail is computed before the first object changes; after this
     # all ranks have all new values.
     consensus.run(operation, _compute, plan, index)

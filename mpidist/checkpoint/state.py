@@ -211,8 +211,10 @@ def members_of(owner: Any) -> dict[str, tuple[Any, Any]]:
     if is_container(owner):
         return {str(i): (i, member) for i, member in enumerate(owner)}
     # Private attributes are implementation details of the user's class.
-    found = vars(owner).items()
-    return {name: (name, value) for name, value in found if not name.startswith("_")}
+    attributes = vars(owner).items()
+    return {
+        name: (name, value) for name, value in attributes if not name.startswith("_")
+    }
 
 
 def has_attributes(value: Any) -> bool:
@@ -327,9 +329,9 @@ def strategy_of(value: Any) -> Strategy | None:
     for _, leaf in walk(value):
         if isinstance(leaf, Variable):
             return leaf.distribute_strategy
-        own = getattr(leaf, "distribute_strategy", None)  # of a model
-        if isinstance(own, Strategy):
-            return own
+        strategy = getattr(leaf, "distribute_strategy", None)  # of a model
+        if isinstance(strategy, Strategy):
+            return strategy
         plan = getattr(leaf, "_plan", None)
         extended = getattr(plan, "extended", None)
         if extended is not None and isinstance(extended.strategy, Strategy):
@@ -392,9 +394,9 @@ def checked_state(generator: Any, state: Any) -> Any:
       ValueError: it is not.
     """
     kind = state_of(generator)["bit_generator"]
-    found = state.get("bit_generator") if isinstance(state, dict) else None
-    if found != kind:
-        raise ValueError(f"expected a state of {kind}, found one of {found}")
+    saved_kind = state.get("bit_generator") if isinstance(state, dict) else None
+    if saved_kind != kind:
+        raise ValueError(f"expected a state of {kind}, saved_kind one of {saved_kind}")
     try:
         trial = fresh_generator(generator, 0)
         set_state(trial, state)
@@ -606,10 +608,10 @@ def _require_fit(now: Any, state: Any) -> None:
     for name, tensor in now.items():
         if not _is_tensor(tensor) or name.rpartition(".")[2] == "_extra_state":
             continue
-        found = state[name]
+        saved_value = state[name]
         kinds = [
             (str(getattr(a, "dtype", type(a))), tuple(getattr(a, "shape", ())))
-            for a in (tensor, found)
+            for a in (tensor, saved_value)
         ]
         if kinds[0] != kinds[1]:
             (dtype, shape), (other, other_shape) = kinds
@@ -678,13 +680,13 @@ def join_ranks(
     states = {path: nodes[path] for path in digests}
     unlike = []
     for path, state in states.items():
-        if state.is_shared and len({found[path] for found in everyone}) == 1:
+        if state.is_shared and len({of_rank[path] for of_rank in everyone}) == 1:
             nodes |= state.nodes  # equal on all ranks
         else:
             unlike.append(path)
             nodes[path] = Group("ranks")
     # Too much to send to rank 0: each rank writes its own.
-    if sum(found[path][1] for path in unlike for found in everyone) > most_bytes:
+    if sum(of_rank[path][1] for path in unlike for of_rank in everyone) > most_bytes:
         in_shard: Nodes = {}
         for path in unlike:
             ranks = range(extended.num_replicas)

@@ -327,8 +327,8 @@ def encode(value: Any, path: Path = ()) -> Nodes:
       ArgumentError: a key, name or depth that cannot be stored.
     """
     return {
-        place: group_of(x, place) if is_container(x) else encode_leaf(x, place)
-        for place, x in walk(value, path)
+        p: group_of(x, p) if is_container(x) else encode_leaf(x, p)
+        for p, x in walk(value, path)
     }
 
 
@@ -686,7 +686,7 @@ def _ml_dtype(name: str) -> np.dtype[Any]:
         import ml_dtypes
     except ImportError:
         raise ValueError(f"dtype {name!r} needs pip install ml_dtypes") from None
-    found = getattr(ml_dtypes, name, None)
-    if not isinstance(found, type) or not issubclass(found, np.generic):
+    scalar = getattr(ml_dtypes, name, None)
+    if not isinstance(scalar, type) or not issubclass(scalar, np.generic):
         raise ValueError(f"there is no dtype {name!r}")
-    return np.dtype(found)
+    return np.dtype(scalar)

@@ -335,8 +335,8 @@ def _find_output(index: Path) -> list[Path]:
     )
     names = set(os.listdir(index.parent))
     shards = sorted(name for name in names if pattern.fullmatch(name))
-    found = [index.name] if index.name in names else []
-    return [index.with_name(name) for name in found + shards]
+    indices = [index.name] if index.name in names else []
+    return [index.with_name(name) for name in indices + shards]
 
 
 def _require_no_output(index: Path) -> None:
