@@ -317,7 +317,7 @@ class RestorePlan:
         for state in states:
             if not isinstance(state, Group) or state.role not in (
                 role,
-                f"{role} of state",
+                f"{role} of one",
             ):
                 self._fail(path, f"the state of a {role}", node)
         return None if states == [node] and states[0] is node else states
