@@ -114,9 +114,8 @@ class Checkpoint(Tracked):
             strategy = get_strategy()
         self._root = root
         self._find_objects_of_root = _finder(root)
-        is_object = not isinstance(root, MutableMapping) and has_attributes(root)
-        self._attributes = Attributes(root) if is_object else None
-        self._kinds = dict(self._attributes.kinds()) if self._attributes else {}
+        self._is_object = not isinstance(root, MutableMapping) and has_attributes(root)
+        self._kinds = Attributes(root).require_kinds({}) if self._is_object else {}
         self._strategy = strategy
         self._shard_bytes = validation.integer("shard_bytes", shard_bytes, 1)
         self._saver: Saver | None = None
@@ -302,9 +301,8 @@ class Checkpoint(Tracked):
 
     def _require_kinds(self) -> None:
         """Raise if an attribute that was saved before is not any more, or reverse."""
-        if self._attributes is not None:
-            self._attributes.require_kinds(self._kinds)
-            self._kinds = {**dict(self._attributes.kinds()), **self._kinds}
+        if self._is_object:
+            self._kinds = Attributes(self._root).require_kinds(self._kinds)
         for value in (self._root, *self._objects.values()):
             if isinstance(value, Checkpoint):
                 value._require_kinds()

@@ -309,18 +309,16 @@ class RestorePlan:
         return lambda: value
 
     def _states(self, node: Node, path: Path, role: str) -> list[Node] | None:
-        """Return the states of all ranks; None if state node is the state of all."""
+        """Return the states of all ranks; None if one node is the state of all."""
         if isinstance(node, Group) and node.kind == "ranks":
             states = list(node.children.values())
         else:
             states = [node]
         for state in states:
-            if not isinstance(state, Group) or state.role not in (
-                role,
-                f"{role} of one",
-            ):
+            roles = role, f"{role} of one"
+            if not isinstance(state, Group) or state.role not in roles:
                 self._fail(path, f"the state of a {role}", node)
-        return None if states == [node] and states[0] is node else states
+        return None if states[0] is node else states
 
     def _of_this_rank(self, states: list[Node], path: Path) -> Node:
         extended = self._strategy.extended

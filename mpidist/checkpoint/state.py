@@ -115,32 +115,33 @@ class Attributes(Tracked):
         self.owner = owner
         # Objects on the way from the root: a circle would be endless.
         self._above = (*above, owner)
+        self._members = members_of(owner)
+        children = {key: self.child(member) for key, member in self._members.items()}
+        self.children = {k: child for k, child in children.items() if child is not None}
 
     @property
     def objects(self) -> dict[str, Any]:
-        """The members by name, or position."""
-        owner = self.owner
-        members = members_of(owner)
+        """The members that have state by name, or position."""
+        keys = {_name_in(self.owner, key): key for key in self.children}
 
         def write(name: str, value: Any) -> None:
             if isinstance(value, Attributes):
                 return  # its members are written, where they are
-            if is_container(owner):
-                owner[members[name][0]] = value
+            if is_container(self.owner):
+                self.owner[keys[name]] = value
             else:
                 try:
-                    setattr(owner, name, value)
+                    setattr(self.owner, name, value)
                 except AttributeError:  # a frozen dataclass, whose arrays change, too
-                    vars(owner)[name] = value
+                    vars(self.owner)[name] = value
 
-        children = {name: self.child(member) for name, (_, member) in members.items()}
-        kept = {name: child for name, child in children.items() if child is not None}
-        return WrittenThrough(kept, write)
+        named = {name: self.children[key] for name, key in keys.items()}
+        return WrittenThrough(named, write)
 
     def kinds(self, path: Path = ()) -> Iterator[tuple[Path, bool]]:
         """Yield the paths of numbers, and of what has state; and whether it has."""
-        for name, (_, member) in members_of(self.owner).items():
-            child, below = self.child(member), (*path, name)
+        for key, member in self._members.items():
+            child, below = self.children.get(key), (*path, _name_in(self.owner, key))
             if isinstance(child, Attributes):
                 yield from child.kinds(below)
             elif child is not None:
@@ -150,26 +151,33 @@ class Attributes(Tracked):
             elif isinstance(member, bool | int | float | complex | np.generic):
                 yield below, False
 
-    def require_kinds(self, kinds: Mapping[Path, bool]) -> None:
+    def require_kinds(self, before: Mapping[Path, bool]) -> dict[Path, bool]:
         """Raise if a number has become an array or other state, or the reverse.
 
         Args:
-          kinds: what they were before; see `kinds`.
+          before: what they were; see `kinds`.
+
+        Returns:
+          What they are now, and those of `before` that are no more.
 
         Raises:
           ArgumentTypeError: one has; a new job could not restore it.
         """
-        for path, had_state in kinds.items():
+        now = dict(self.kinds())
+        for path, had_state in before.items():
+            if now.get(path) == had_state:
+                continue
             value = self._at(path)
             if value is None or (self.child(value) is not None) == had_state:
                 continue
-            now, before = (("is not", "was"), ("is", "was not"))[not had_state]
+            is_now, was = (("is not", "was"), ("is", "was not"))[not had_state]
             raise ArgumentTypeError(
-                f"{readable(path)} of root {before} saved before, but {now} any more: "
+                f"{readable(path)} of root {was} saved before, but {is_now} any more: "
                 f"it has become {validation.shown(value)}. Of the attributes of an "
                 "object, a Checkpoint saves arrays and other state, but no numbers: "
                 "keep its type (root.x[...] = value), or give it by name"
             )
+        return {**now, **before}
 
     def _at(self, path: Path) -> Any:
         """Return the member at a path, or what stands in its way; None if nothing."""
@@ -177,7 +185,9 @@ class Attributes(Tracked):
         for name in path:
             if not is_container(value) and not has_attributes(value):
                 return value
-            _, value = members_of(value).get(name, (None, None))
+            members = members_of(value)
+            named = {_name_in(value, key): member for key, member in members.items()}
+            value = named.get(name)
         return value
 
     def child(self, value: Any) -> Any:
@@ -188,33 +198,30 @@ class Attributes(Tracked):
         # Seen above: do not descend again.
         if any(value is other for other in self._above):
             return None
-        if is_container(value):
-            members = value.values() if isinstance(value, Mapping) else value
-            children = [self.child(member) for member in members]
-            if all(child is None for child in children):
-                # Containers without any state are left out; numbers alone are no state
-                # of a model.
-                return None
-            is_plain = not any(isinstance(child, Attributes) for child in children)
-            return value if is_plain else Attributes(value, self._above)
-        if not has_attributes(value):
+        if not is_container(value) and not has_attributes(value):
             return None
-        # An object whose members have no state would only add an empty group.
-        child = Attributes(value, self._above)
-        return child if child.objects else None
+        # What has no state is left out; numbers alone are no state of a model.
+        made = Attributes(value, self._above)
+        if not made.children:
+            return None
+        is_nested = any(
+            isinstance(child, Attributes) for child in made.children.values()
+        )
+        return made if is_nested or not is_container(value) else value
 
 
-def members_of(owner: Any) -> dict[str, tuple[Any, Any]]:
-    """Return the members of an object or container by name, each with its key."""
+def members_of(owner: Any) -> dict[Any, Any]:
+    """Return the members of an object or container by attribute, key or position."""
     if isinstance(owner, Mapping):
-        return {as_name(key, ()): (key, member) for key, member in owner.items()}
+        return dict(owner)
     if is_container(owner):
-        return {str(i): (i, member) for i, member in enumerate(owner)}
+        return dict(enumerate(owner))
     # Private attributes are implementation details of the user's class.
-    attributes = vars(owner).items()
-    return {
-        name: (name, value) for name, value in attributes if not name.startswith("_")
-    }
+    return {name: x for name, x in vars(owner).items() if not name.startswith("_")}
+
+
+def _name_in(owner: Any, key: Any) -> str:
+    return as_name(key, ()) if is_container(owner) else str(key)
 
 
 def has_attributes(value: Any) -> bool:
@@ -396,7 +403,7 @@ def checked_state(generator: Any, state: Any) -> Any:
     kind = state_of(generator)["bit_generator"]
     saved_kind = state.get("bit_generator") if isinstance(state, dict) else None
     if saved_kind != kind:
-        raise ValueError(f"expected a state of {kind}, saved_kind one of {saved_kind}")
+        raise ValueError(f"expected a state of {kind}, found one of {saved_kind}")
     try:
         trial = fresh_generator(generator, 0)
         set_state(trial, state)
