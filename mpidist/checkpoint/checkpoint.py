@@ -290,14 +290,13 @@ class Checkpoint(Tracked):
         saver, shard_bytes = self.saver, self._shard_bytes
         require_cross_replica(saver.strategy, operation)
 
-        def find_objects() -> dict[str, Any]:
+        def find() -> tuple[Path, dict[str, Any]]:
+            index = find_index()
             self._require_kinds()
-            return self.objects
+            return index, self.objects
 
         with saver.extended.consensus.recorder.counters.checkpointing("save"):
-            return saver.save(
-                operation, find_index, find_objects, shard_bytes=shard_bytes, **options
-            )
+            return saver.save(operation, find, shard_bytes=shard_bytes, **options)
 
     def _require_kinds(self) -> None:
         """Raise if an attribute that was saved before is not any more, or reverse."""

@@ -49,7 +49,6 @@ __all__ = [
     "hold",
     "index_path",
     "make_directory",
-    "name_of",
     "next_serial",
     "release",
     "removal",
@@ -145,12 +144,8 @@ def find_names(directory: Path) -> set[str]:
     }
 
 
-def _ignore(error: Exception) -> None:
-    """Skip a damaged checkpoint without a warning."""
-
-
 def find(
-    directory: Path, name: str, on_skip: Callable[[Exception], None] = _ignore
+    directory: Path, name: str, on_skip: Callable[[Exception], None] | None = None
 ) -> list[Saved]:
     """Return the checkpoints `name-<number>.h5` in the order of saving.
 
@@ -179,8 +174,9 @@ def find(
             if time.monotonic() >= deadline:
                 break
             time.sleep(_POLL_SECONDS)
-    for skipped in errors.values():
-        on_skip(skipped)
+    if on_skip is not None:
+        for skipped in errors.values():
+            on_skip(skipped)
     return sorted(checkpoints)
 
 
@@ -234,22 +230,22 @@ def find_undamaged(
     """
     unreadable: set[Saved] = set()
     while True:
-        listed = find(directory, name, on_skip)
-        checkpoints = list(listed)
-        while checkpoints and (
-            checkpoints[-1] in damaged or checkpoints[-1] in unreadable
-        ):
-            del checkpoints[-1]
-        serial = listed[-1].serial if listed else 0
-        if not checkpoints:
+        checkpoints = find(directory, name, on_skip)
+        serial = checkpoints[-1].serial if checkpoints else 0
+        while checkpoints:
+            newest = checkpoints[-1]
+            if newest not in damaged and newest not in unreadable:
+                break
+            checkpoints.pop()
+        else:
             return [], serial
         try:
-            read_tree(checkpoints[-1].path)
+            read_tree(newest.path)
         except CheckpointError as error:
             # If it was removed meanwhile, there are others now
-            if checkpoints[-1].path.exists():
+            if newest.path.exists():
                 on_skip(error)
-                unreadable.add(checkpoints[-1])
+                unreadable.add(newest)
         else:
             return checkpoints, serial
 

@@ -44,10 +44,8 @@ from mpidist.errors import CheckpointError
 from mpidist.util.files import open_regular, replace_file
 
 __all__ = [
-    "BLOCK_BYTES",
     "DamagedError",
     "FORMAT",
-    "FileLayout",
     "Header",
     "LARGEST_STRUCTURE_BYTES",
     "MemoryFile",
@@ -58,9 +56,7 @@ __all__ = [
     "between",
     "boxes",
     "checked_read",
-    "checked_write",
     "damage",
-    "header_bytes",
     "header_crc32",
     "is_begun",
     "is_locked",

@@ -57,7 +57,7 @@ from mpidist.strategy.variables import Variable
 from mpidist.util.representation import one_line
 from mpidist.values import Mirrored, PerReplica
 
-__all__ = ["LoadStatus", "RestorePlan", "restore"]
+__all__ = ["LoadStatus", "restore"]
 
 
 # Changes an object in place, or returns another one to replace it

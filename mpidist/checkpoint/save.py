@@ -57,7 +57,6 @@ from mpidist.util.mounts import wait_for_file
 __all__ = [
     "Copies",
     "Planned",
-    "SMALLEST_SHARD_BYTES",
     "Saver",
     "Saving",
     "cut",
@@ -69,6 +68,8 @@ __all__ = [
 
 # Which checkpoint is preserved last, and what is called after a save
 Planned = tuple[tuple[int, float] | None, Callable[[], None] | None]
+# Returns the checkpoint's file, and the objects by name
+Find = Callable[[], tuple[Path, Mapping[str, Any]]]
 Plan = Callable[[Path, list[directories.Saved]], Planned]
 _WAIT = "waiting for a checkpoint"
 _POLL_SECONDS = 0.02
@@ -100,8 +101,7 @@ class Saver:
     def save(
         self,
         operation: str,
-        find_index: Callable[[], Path],
-        find_objects: Callable[[], Mapping[str, Any]],
+        find: Find,
         *,
         shard_bytes: int,
         is_background: bool = False,
@@ -112,8 +112,7 @@ class Saver:
 
         Args:
           operation: the public call, for messages.
-          find_index: returns the checkpoint's file; may raise on one rank alone.
-          find_objects: returns the objects by name, likewise.
+          find: see `Find`; may raise on one rank alone.
           shard_bytes: the least size of a shard.
           is_background: whether to return once the arrays were copied.
           known: see `directory.next_serial`.
@@ -131,8 +130,7 @@ class Saver:
             self.wait()  # two at once would need twice the memory
         begun, extended = time.monotonic(), self.extended
         rank, ranks = extended.replica_id, extended.num_replicas
-        state = self._read_state(operation, find_index, find_objects, shard_bytes)
-        index, nodes, in_shard = state
+        index, nodes, in_shard = self._read_state(operation, find, shard_bytes)
         shards, cuts = plan_shards(nodes, in_shard is not None, ranks, shard_bytes)
         planned: Planned = None, None
 
@@ -164,29 +162,23 @@ class Saver:
         return str(index)
 
     def _read_state(
-        self,
-        operation: str,
-        find_index: Callable[[], Path],
-        find_objects: Callable[[], Mapping[str, Any]],
-        most_bytes: int,
+        self, operation: str, find: Find, most_bytes: int
     ) -> tuple[Path, Nodes, Nodes | None]:
         """Return the file, all nodes, and the result of `join_ranks`. Collective."""
         extended = self.extended
 
         # In the scope, as get_state of a user may read variables
         def read() -> tuple[Path, Nodes, Digests]:
-            index = find_index()
+            index, objects = find()
             with enter(self.strategy):
-                nodes = nodes_of(find_objects(), self.strategy)
+                nodes = nodes_of(objects, self.strategy)
             return index, nodes, digests_of(nodes)
 
         # Differences between ranks are an error: a checkpoint restores one value on all
         def agreed(state: tuple[Path, Nodes, Digests]) -> Fields:
             index, nodes, _ = state
-            return [
-                ("path", str(index)),
-                *describe_nodes(nodes, compares=extended.num_replicas > 1),
-            ]
+            compares = extended.num_replicas > 1
+            return [("path", str(index)), *describe_nodes(nodes, compares)]
 
         index, nodes, digests = extended.consensus.run(operation, read, same=agreed)
         in_shard = join_ranks(extended, operation, nodes, digests, most_bytes)

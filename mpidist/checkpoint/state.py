@@ -56,7 +56,6 @@ __all__ = [
     "OBJECT",
     "Attributes",
     "Digests",
-    "PerRankState",
     "WrittenThrough",
     "checked_state",
     "derived_state",
@@ -74,7 +73,6 @@ __all__ = [
     "require_saveable",
     "require_strategy",
     "set_state",
-    "state_of",
     "strategy_of",
     "write_state",
 ]

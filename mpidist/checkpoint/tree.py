@@ -77,7 +77,6 @@ __all__ = [
     "readable",
     "storage",
     "stored_as",
-    "unescape",
     "versions_of",
     "walk",
 ]
