@@ -46,7 +46,7 @@ from mpidist.checkpoint.tree import Group, Leaf, Nodes
 from mpidist.checkpoint.tree import Path as NodePath
 from mpidist.comm.consensus.consensus import Fields
 from mpidist.comm.replica_group import ReplicaGroup
-from mpidist.context import enter
+from mpidist.context import Scope
 from mpidist.device import arrays
 from mpidist.device.memory import Pinned
 from mpidist.errors import CheckpointError, RankLostError
@@ -170,7 +170,7 @@ class Saver:
         # In the scope, as get_state of a user may read variables
         def read() -> tuple[Path, Nodes, Digests]:
             index, objects = find()
-            with enter(self.strategy):
+            with Scope(self.strategy):
                 nodes = nodes_of(objects, self.strategy)
             return index, nodes, digests_of(nodes)
 
