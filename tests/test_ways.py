@@ -20,8 +20,8 @@ WAYS = {
     "assign, again": (23, 77, 2),
     "row, first": (25, 140, 1),
     "row, again": (6, 19, 0),
-    "save, first": (26, 162, 3),
-    "save, again": (26, 174, 3),
+    "save, first": (20, 126, 3),
+    "save, again": (19, 121, 3),
     "strategy, again": (53, 180, 0),
 }
 MODULES, LINES, ANY_IN_COMM = 202, 52668, 673

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from mpidist._version import __version__
-from mpidist.checkpoint.directory import SUFFIX, Known, index_path
+from mpidist.checkpoint.directory import SUFFIX, index_path
 from mpidist.checkpoint.restore import LoadStatus, restore
-from mpidist.checkpoint.save import Plan, Saver
+from mpidist.checkpoint.save import Saver
 from mpidist.checkpoint.state import (
     Attributes,
-    Tracked,
     WrittenThrough,
     has_attributes,
     require_saveable,
     strategy_of,
 )
-from mpidist.checkpoint.tree import escape
+from mpidist.checkpoint.tree import Tracked, escape
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.topology import job_size
 from mpidist.context import get_strategy, has_strategy, require_cross_replica
@@ -117,9 +114,8 @@ class Checkpoint(Tracked):
             strategy = get_strategy()
         self._root = root
         self._find_objects_of_root = _finder(root)
-        is_object = not isinstance(root, MutableMapping) and has_attributes(root)
-        self._attributes = Attributes(root) if is_object else None
-        self._kinds = dict(self._attributes.kinds()) if self._attributes else {}
+        self._is_object = not isinstance(root, MutableMapping) and has_attributes(root)
+        self._kinds = Attributes(root).require_kinds({}) if self._is_object else {}
         self._strategy = strategy
         self._shard_bytes = validation.integer("shard_bytes", shard_bytes, 1)
         self._saver: Saver | None = None
@@ -200,7 +196,9 @@ class Checkpoint(Tracked):
           ContextError: a variable of another strategy; called in replica context.
           What `get_state` of an object raises on any rank.
         """
-        return self.write_as("Checkpoint.write", file_prefix)
+        return self._save(
+            "Checkpoint.write", lambda: index_path(file_prefix, "file_prefix")
+        )
 
     def save(self, file_prefix: str | os.PathLike[str]) -> str:
         """Save the objects to `file_prefix-1.h5`, or the next number; return the path.
@@ -208,7 +206,12 @@ class Checkpoint(Tracked):
         Collective. The number is `save_counter`, which is incremented. Raises what
         `write` raises.
         """
-        return self.save_as("Checkpoint.save", file_prefix)
+
+        def find_index(counter: int) -> Path:
+            prefix = validation.path("file_prefix", file_prefix).removesuffix(SUFFIX)
+            return index_path(f"{prefix}-{counter}", "file_prefix")
+
+        return self.save_as("Checkpoint.save", find_index)
 
     def read(
         self, save_path: str | os.PathLike[str], *, is_partial: bool = False
@@ -259,73 +262,46 @@ class Checkpoint(Tracked):
         """
         self.saver.wait()
 
-    def write_as(
-        self,
-        operation: str,
-        file_prefix: str | os.PathLike[str],
-        *,
-        is_background: bool = False,
-        known: Known | None = None,
-        plan: Plan | None = None,
-    ) -> str:
-        """Implement `write` for other public calls; see `Saver.save`."""
-        # Replica functions may run at different times on each rank, so their saves
-        # could not match.
-        require_cross_replica(self.strategy, operation)
-        now = datetime.datetime.now(datetime.timezone.utc)
-        prepare = self.strategy.extended.consensus.guard
-
-        def check() -> Path:
-            self._require_kinds()
-            return index_path(file_prefix, "file_prefix")
-
-        # What is invalid on one rank raises on all, before anything is written.
-        index = prepare(operation, check)
-        with self.strategy.extended.consensus.recorder.counters.checkpointing("save"):
-            self.saver.save(
-                operation,
-                index,
-                self.objects,
-                shard_bytes=self._shard_bytes,
-                is_background=is_background,
-                attributes={
-                    "saved": now.isoformat(timespec="seconds"),
-                    "mpidist": __version__,
-                },
-                known=known,
-                plan=plan,
-            )
-        return str(index)
-
     def save_as(
-        self,
-        operation: str,
-        file_prefix: str | os.PathLike[str],
-        *,
-        number: int | None = None,
-        **options: Any,
+        self, operation: str, find_index: Callable[[int], Path], **options: Any
     ) -> str:
-        """Implement `save` for other public calls; `number` replaces the counter."""
-        prepare = self.strategy.extended.consensus.guard
-        path = prepare(operation, lambda: validation.path("file_prefix", file_prefix))
+        """Implement `save` for other public calls. Collective.
+
+        Args:
+          operation: the public call, for messages.
+          find_index: returns the file, given the counter; may raise on one rank alone.
+          **options: of `Saver.save`.
+        """
         # Counted before saving, so that the file holds the number in its own name.
-        before = self.save_counter
+        before = self._objects[_COUNTER]
         self._objects[_COUNTER] = before + 1
-        if number is None:
-            number = before + 1
         try:
-            path = f"{path.removesuffix(SUFFIX)}-{number}"
-            return self.write_as(operation, path, **options)
+            return self._save(operation, lambda: find_index(before + 1), **options)
         # After a failed save the counters of all ranks stay equal.
         except BaseException:
             self._objects[_COUNTER] = before
             raise
 
+    def _save(
+        self, operation: str, find_index: Callable[[], Path], **options: Any
+    ) -> str:
+        # Replica functions may run at different times on each rank, so their saves
+        # could not match.
+        saver, shard_bytes = self.saver, self._shard_bytes
+        require_cross_replica(saver.strategy, operation)
+
+        def find() -> tuple[Path, dict[str, Any]]:
+            index = find_index()
+            self._require_kinds()
+            return index, self.objects
+
+        with saver.extended.consensus.recorder.counters.checkpointing("save"):
+            return saver.save(operation, find, shard_bytes=shard_bytes, **options)
+
     def _require_kinds(self) -> None:
         """Raise if an attribute that was saved before is not any more, or reverse."""
-        if self._attributes is not None:
-            self._attributes.require_kinds(self._kinds)
-            self._kinds = {**dict(self._attributes.kinds()), **self._kinds}
+        if self._is_object:
+            self._kinds = Attributes(self._root).require_kinds(self._kinds)
         for value in (self._root, *self._objects.values()):
             if isinstance(value, Checkpoint):
                 value._require_kinds()
@@ -346,14 +322,19 @@ class Checkpoint(Tracked):
             validation.switch("is_partial", is_partial)
             return index_path(path, "save_path")
 
-        index = self.strategy.extended.consensus.guard(operation, prepare)
+        consensus = self.strategy.extended.consensus
+        # All ranks must name the same file, or one would restore a different state.
+        index = consensus.run(
+            operation,
+            prepare,
+            same=lambda index: (("path", str(index)), ("is_partial", is_partial)),
+        )
         # A background save of the same path must be complete before it is read.
         self.saver.wait()
-        counters = self.strategy.extended.consensus.recorder.counters
-        with counters.checkpointing("restore"):
-            found = restore(self.strategy, operation, index, self, is_partial)
+        with consensus.recorder.counters.checkpointing("restore"):
+            plan = restore(self.strategy, operation, index, self, is_partial)
         self.saver.restored = index
-        return LoadStatus(str(index), found.missing, found.unused)
+        return LoadStatus(str(index), plan.missing, plan.unused)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Private attributes are the object's own; all others are saved.

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import os
 import re
-import struct
 import threading
 import time
 from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from mpidist.checkpoint.format import MissingError, is_begun, read_header
+from mpidist.checkpoint.format import (
+    Header,
+    MissingError,
+    is_begun,
+    is_locked,
+    read_header,
+)
 from mpidist.checkpoint.reading import read_tree
 from mpidist.errors import ArgumentError, CheckpointError
 from mpidist.launch.launchers import SCHEDULERS
@@ -44,10 +48,7 @@ __all__ = [
     "find_undamaged",
     "hold",
     "index_path",
-    "is_locked",
-    "lock",
     "make_directory",
-    "name_of",
     "next_serial",
     "release",
     "removal",
@@ -143,12 +144,8 @@ def find_names(directory: Path) -> set[str]:
     }
 
 
-def _ignore(error: Exception) -> None:
-    """Skip a damaged checkpoint without a warning."""
-
-
 def find(
-    directory: Path, name: str, on_skip: Callable[[Exception], None] = _ignore
+    directory: Path, name: str, on_skip: Callable[[Exception], None] | None = None
 ) -> list[Saved]:
     """Return the checkpoints `name-<number>.h5` in the order of saving.
 
@@ -161,24 +158,26 @@ def find(
     deadline: float | None = None
     while True:
         files = filter(None, map(pattern.fullmatch, _names(directory)))
-        found, errors = [], {}
+        checkpoints, errors = [], {}
         for match in files:
             try:
-                found.append(_inspect(directory / match[0], int(match[1])))
+                checkpoints.append(_inspect(directory / match[0], int(match[1])))
             except (CheckpointError, OSError) as error:
                 errors[match[0]] = error
         # If another job has removed some meanwhile, it has also saved new ones
         gone = {n for n, e in errors.items() if isinstance(e, MissingError)}
-        if deadline is None and gone:
-            deadline = time.monotonic() + lateness(directory, LOOK_SECONDS)
-        is_listed = gone <= _names(directory)
-        if not gone or (is_listed and time.monotonic() >= (deadline or 0.0)):
+        if not gone:
             break
-        if is_listed:  # this node's list is old, or it is a link to nothing
+        if deadline is None:
+            deadline = time.monotonic() + lateness(directory, LOOK_SECONDS)
+        if gone <= _names(directory):  # this list is old, or it is a link to nothing
+            if time.monotonic() >= deadline:
+                break
             time.sleep(_POLL_SECONDS)
-    for skipped in errors.values():
-        on_skip(skipped)
-    return sorted(found)
+    if on_skip is not None:
+        for skipped in errors.values():
+            on_skip(skipped)
+    return sorted(checkpoints)
 
 
 # By path: the file's identity and times, and what its header says. A checkpoint is
@@ -193,18 +192,24 @@ def _inspect(path: Path, number: int) -> Saved:
         status = path.stat()
     except FileNotFoundError as error:
         raise MissingError(f"{path}: there is no such file") from error
-    times = status.st_mtime_ns, status.st_ctime_ns
-    identity = status.st_dev, status.st_ino, status.st_size, *times
     known = _inspected.get(path)
-    if known is not None and known[0] == identity:
+    if known is not None and known[0] == _identity(status):
         return known[1]
-    header = read_header(path)
-    modified, job = status.st_mtime, header.job
-    saved = Saved(header.serial, number, path, modified, header.preserved, job)
+    return _remember(path, number, status, read_header(path))
+
+
+def _remember(path: Path, number: int, status: os.stat_result, header: Header) -> Saved:
+    modified, preserved = status.st_mtime, header.preserved
+    saved = Saved(header.serial, number, path, modified, preserved, header.job)
     if len(_inspected) >= _MOST_INSPECTED:
         _inspected.clear()
-    _inspected[path] = identity, saved
+    _inspected[path] = _identity(status), saved
     return saved
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    times = status.st_mtime_ns, status.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, *times
 
 
 def find_undamaged(
@@ -225,22 +230,24 @@ def find_undamaged(
     """
     unreadable: set[Saved] = set()
     while True:
-        every = find(directory, name, on_skip)
-        found = list(every)
-        while found and (found[-1] in damaged or found[-1] in unreadable):
-            del found[-1]
-        serial = every[-1].serial if every else 0
-        if not found:
+        checkpoints = find(directory, name, on_skip)
+        serial = checkpoints[-1].serial if checkpoints else 0
+        while checkpoints:
+            newest = checkpoints[-1]
+            if newest not in damaged and newest not in unreadable:
+                break
+            checkpoints.pop()
+        else:
             return [], serial
         try:
-            read_tree(found[-1].path)
+            read_tree(newest.path)
         except CheckpointError as error:
             # If it was removed meanwhile, there are others now
-            if found[-1].path.exists():
+            if newest.path.exists():
                 on_skip(error)
-                unreadable.add(found[-1])
+                unreadable.add(newest)
         else:
-            return found, serial
+            return checkpoints, serial
 
 
 def warn_skipped(error: Exception) -> None:
@@ -248,10 +255,11 @@ def warn_skipped(error: Exception) -> None:
     warn(f"skipped: {error}", stacklevel=2)
 
 
-def name_of(index: Path) -> str:
-    """Return the name of a checkpoint without its number."""
+def name_of(index: Path) -> tuple[str, int]:
+    """Return the name of a checkpoint without its number, and the number, or 0."""
     name, _, number = index.stem.rpartition("-")
-    return name if name and number.isdecimal() else index.stem
+    is_numbered = name and number.isdecimal()
+    return (name, int(number)) if is_numbered else (index.stem, 0)
 
 
 def next_serial(
@@ -268,25 +276,28 @@ def next_serial(
       CheckpointError: another job saves under that name there, or has saved a newer
         state than this one continues from.
     """
-    name = name_of(index)
+    name, _ = name_of(index)
+    is_numbered = name != index.stem
+    held = _held.get(_key(index))
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
-        found, newest = [], None
-        if name != index.stem:
-            found = find(index.parent, name)
+        existing: list[Saved] = []
+        if is_numbered:
+            existing = find(index.parent, name)
         elif index.exists():
-            newest = index
+            existing = [Saved(0, 0, index, 0.0)]
             with contextlib.suppress(CheckpointError, OSError):  # damaged, or removed
-                found = [_inspect(index, 0)]
-        serial, job = 0, ""
-        if found:
-            newest, serial, job = found[-1].path, found[-1].serial, found[-1].job
+                existing = [_inspect(index, 0)]
+        if not existing:
+            return 1, []
+        newest = existing[-1]
+        if held is not None and (held.saved, held.owner) == (newest, owner):
+            break  # the usual case
         # What the other job has saved until it ended counts as well
-        if newest is None or not _wait_for_lock(index, newest, job, deadline):
+        if not _wait_for_lock(index, newest, deadline):
+            _require_newest(index, newest, owner, known)
             break
-    if newest is not None:
-        _require_newest(index, newest, serial, job, owner, known)
-    return (serial + 1, found) if name != index.stem else (1, found)
+    return (newest.serial + 1 if is_numbered else 1), existing
 
 
 def remove_checkpoint(index: Path) -> None:
@@ -330,7 +341,7 @@ def remove_leftovers(directory: Path, name: str, in_use: Iterable[str] = ()) -> 
 def _is_of_another(index: Path, shard: str) -> bool:
     """Return whether an index is valid and does not list the shard."""
     try:
-        return shard not in {found.name for found in read_header(index).shards}
+        return shard not in {listed.name for listed in read_header(index).shards}
     except CheckpointError:
         return False
 
@@ -390,8 +401,6 @@ class Removal:
 removal = Removal()
 
 
-_FLOCK = "@hhqqi0q"  # struct flock: type, whence, start, length, pid
-_BYTE = 1 << 62  # the locked byte, far beyond any data
 # How long a requeued job waits for the previous one to end
 _PATIENCE_SECONDS = 30.0
 _POLL_SECONDS = 0.1
@@ -399,14 +408,14 @@ _MOST_HELD = 64
 
 
 def _describe_job() -> str:
-    found = [
+    schedulers = [
         f"{scheduler} {os.environ[name][:40]}, "
         for name, scheduler in SCHEDULERS.items()
         if name in os.environ
     ]
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     where = f"process {os.getpid()} on host {os.uname().nodename[:64]}"
-    return f"{''.join(found[:1])}{where}, started {now}"
+    return f"{''.join(schedulers[:1])}{where}, started {now}"
 
 
 JOB = _describe_job()
@@ -416,7 +425,7 @@ class _Held(NamedTuple):
     """The latest checkpoint that this process saved under a name, locked."""
 
     descriptor: int
-    serial: int
+    saved: Saved
     owner: int  # id of the Saver
 
 
@@ -424,50 +433,20 @@ class _Held(NamedTuple):
 _held: dict[tuple[str, str], _Held] = {}
 
 
-def lock(descriptor: int) -> bool:
-    """Lock an open file; return whether the file system has locks.
-
-    The lock lasts until this descriptor and all its duplicates are closed.
-    """
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _request(fcntl.F_RDLCK))
-    except OSError:  # a file system without locks
-        return False
-    return True
-
-
-def is_locked(path: Path) -> bool:
-    """Return whether a running process, on any host, has locked a file by `lock`."""
-    try:
-        descriptor = open_regular(path)
-    except OSError:
-        return False
-    try:
-        request = _request(fcntl.F_WRLCK)
-        found = struct.unpack(
-            _FLOCK, fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, request)
-        )
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    kind, _, start, size, _ = found
-    # NFS reports HDF5's flock() as a lock of the whole file: not of a saving job
-    return bool(kind != fcntl.F_UNLCK and (start, size) == (_BYTE, 1))
-
-
-def hold(index: Path, descriptor: int, serial: int, owner: int) -> None:
+def hold(index: Path, descriptor: int, header: Header, owner: int) -> None:
     """Keep the lock on a complete checkpoint; release that on the previous one.
 
     Args:
       index: the checkpoint.
       descriptor: of the locked file; this module closes it.
-      serial: of the checkpoint.
+      header: of the checkpoint, which need not be read again.
       owner: the argument for `release`.
     """
+    _, number = name_of(index)
+    saved = _remember(index, number, os.fstat(descriptor), header)
     key = _key(index)
     former = _held.pop(key, None)
-    _held[key] = _Held(descriptor, serial, owner)
+    _held[key] = _Held(descriptor, saved, owner)
     if former is not None:
         os.close(former.descriptor)
     while len(_held) > _MOST_HELD:
@@ -480,13 +459,12 @@ def release(owner: int) -> None:
         os.close(_held.pop(key).descriptor)
 
 
-def _wait_for_lock(index: Path, newest: Path, job: str, deadline: float) -> bool:
+def _wait_for_lock(index: Path, newest: Saved, deadline: float) -> bool:
     """Wait until the job that saved the latest checkpoint has ended, or saved another.
 
     Args:
       index: the checkpoint to be saved.
       newest: the latest checkpoint.
-      job: description of the job that saved it, from its header.
       deadline: when to give up, unless this job has saved before: then at once.
 
     Returns:
@@ -495,73 +473,70 @@ def _wait_for_lock(index: Path, newest: Path, job: str, deadline: float) -> bool
     Raises:
       CheckpointError: that job is still running.
     """
-    if _is_held(newest) or not is_locked(newest):
+    if _is_held(newest.path) or not is_locked(newest.path):
         return False
-    while is_locked(newest):
+    while is_locked(newest.path):
         if _key(index) in _held or time.monotonic() >= deadline:
-            _refuse(index, newest, job, "is running")
+            _refuse(index, newest, "is running")
         time.sleep(_POLL_SECONDS)
     return True
 
 
 def _require_newest(
-    index: Path, newest: Path, serial: int, job: str, owner: int, known: Known | None
+    index: Path, newest: Saved, owner: int, known: Known | None
 ) -> None:
     """Raise if the latest checkpoint is newer than what this job continues from.
 
     Args:
       index: the checkpoint to be saved.
       newest: the latest checkpoint.
-      serial: of that checkpoint.
-      job: description of the job that saved it, from its header.
       owner: id of the Saver.
       known: see `next_serial`.
 
     Raises:
       CheckpointError: it was saved after this job's last save or restore.
     """
-    own = _held.get(_key(index))
+    held = _held.get(_key(index))
     if known is None:
-        if own is not None and serial >= own.serial and job != JOB:
-            _refuse(index, newest, job, "saved it after this job's last save")
+        is_later = held is not None and newest.serial >= held.saved.serial
+        if is_later and newest.job != JOB:
+            _refuse(index, newest, "saved it after this job's last save")
         return
-    if serial <= known.serial or newest == known.path:
+    if newest.serial <= known.serial or newest.path == known.path:
         return
     # Several managers of one job may save in turn, unless they restored another state
-    if job == JOB and (not known.is_restored or (own and own.owner == owner)):
+    is_ours = held is not None and held.owner == owner
+    if newest.job == JOB and (is_ours or not known.is_restored):
         return
     since = f"restored {known.path.name}" if known.path else "looked for checkpoints"
+    job = newest.job or "a job of an older version"
     raise CheckpointError(
-        f"{index}: {newest.name} was saved by {job or 'a job of an older version'} "
-        f"after this job {since}, and a checkpoint of this job would hide it. Restore "
-        "again (restore_or_initialize takes the latest), or save under another name or "
-        "in another directory"
+        f"{index}: {newest.path.name} was saved by {job} after this job {since}, and a "
+        "checkpoint of this job would hide it. Restore again (restore_or_initialize "
+        "takes the latest), or save under another name or in another directory"
     )
 
 
-def _refuse(index: Path, newest: Path, job: str, why: str) -> NoReturn:
+def _refuse(index: Path, newest: Saved, why: str) -> NoReturn:
     raise CheckpointError(
-        f"{index}: another job saves checkpoints {name_of(index)!r} in this directory: "
-        f"{job or 'one of an older version'}. It has saved {newest.name}, and {why}. "
-        f"This job is {JOB}. End one of them, or use different directories"
+        f"{index}: another job saves checkpoints {name_of(index)[0]!r} in this "
+        f"directory: {newest.job or 'one of an older version'}. It has saved "
+        f"{newest.path.name}, and {why}. This job is {JOB}. End one of them, or use "
+        "different directories"
     )
 
 
 def _is_held(path: Path) -> bool:
     """Return whether this process holds the lock on a file."""
     try:
-        found = path.stat()
-        return any(os.path.samestat(found, os.fstat(h[0])) for h in _held.values())
+        status = path.stat()
+        return any(os.path.samestat(status, os.fstat(h[0])) for h in _held.values())
     except OSError:
         return False
 
 
 def _key(index: Path) -> tuple[str, str]:
-    return os.path.realpath(index.parent), name_of(index)
-
-
-def _request(kind: int) -> bytes:
-    return struct.pack(_FLOCK, kind, os.SEEK_SET, _BYTE, 1, 0)
+    return os.path.realpath(index.parent), name_of(index)[0]
 
 
 def _release_in_child() -> None:

@@ -4,47 +4,71 @@ The first lines give the version, the length and the checksum of the header, whi
 JSON: the checksums of large arrays block by block, one of everything else (the
 structure), and the files that belong to the checkpoint. To HDF5 the header is a user
 block, so any HDF5 program can read the file.
+
+Datasets are contiguous, so each is a range of the file. HDF5 writes the structure to
+a file in memory; arrays are written directly to their ranges, which HDF5 has allocated.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
+import fcntl
 import io
 import json
 import math
 import os
 import re
+import struct
 import zlib
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path as FilePath
 from typing import Any
 
 import deflate
+import h5py
+import numpy as np
 
+from mpidist.checkpoint.tree import (
+    STORED_AS_TEXT,
+    Group,
+    Leaf,
+    Link,
+    Nodes,
+    Path,
+    storage,
+    stored_as,
+)
+from mpidist.data.hdf5.shard_writer import escape_source
 from mpidist.errors import CheckpointError
-from mpidist.util.files import open_regular
+from mpidist.util.files import open_regular, replace_file
 
 __all__ = [
     "DamagedError",
     "FORMAT",
     "Header",
-    "InMemoryFile",
     "LARGEST_STRUCTURE_BYTES",
+    "MemoryFile",
+    "MissingError",
     "Shard",
+    "SparseFile",
+    "Split",
+    "between",
+    "boxes",
     "checked_read",
-    "checked_write",
     "damage",
-    "header_bytes",
     "header_crc32",
     "is_begun",
+    "is_locked",
+    "lay_out",
+    "lock",
     "open_file",
     "parse",
     "read_header",
     "read_header_bytes",
     "render",
     "unwritable",
+    "write_file",
 ]
 
 
@@ -158,19 +182,19 @@ def parse(data: bytes) -> Header:
     # Checked before it is parsed.
     if len(data) < length or zlib.crc32(body) != crc32:
         raise ValueError("the checksum of its header does not match")
-    found = json.loads(body)
+    fields = json.loads(body)
     header = Header(
-        _integer(found["serial"]),
-        _integer(found["size"]),
-        _integer(found["structure_crc32"]),
-        tuple((_integer(a), _integer(b), _integer(c)) for a, b, c in found["data"]),
+        _integer(fields["serial"]),
+        _integer(fields["size"]),
+        _integer(fields["structure_crc32"]),
+        tuple((_integer(a), _integer(b), _integer(c)) for a, b, c in fields["data"]),
         tuple(
             Shard(_file_name(s["name"]), _integer(s["size"]), _integer(s["crc32"]))
-            for s in found["shards"]
+            for s in fields["shards"]
         ),
-        str(found.get("job", "")),
-        _preserved(found.get("preserved")),
-        _integer(found.get("milliseconds", 0)),
+        str(fields.get("job", "")),
+        _preserved(fields.get("preserved")),
+        _integer(fields.get("milliseconds", 0)),
     )
     _require_order(header, length)
     # Of what is left besides header and arrays.
@@ -215,7 +239,7 @@ def _file_name(value: Any) -> str:
     return value
 
 
-def is_begun(path: Path) -> bool:
+def is_begun(path: FilePath) -> bool:
     """Return whether a file begins as a checkpoint does, or cannot be read."""
     begin = _FIRST.partition("{")[0].encode()
     try:
@@ -226,7 +250,7 @@ def is_begun(path: Path) -> bool:
         return True
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: FilePath) -> Header:
     """Read the header of a file.
 
     Raises:
@@ -236,14 +260,14 @@ def read_header(path: Path) -> Header:
         return parse(read_header_bytes(descriptor))
 
 
-def header_crc32(path: Path) -> int:
+def header_crc32(path: FilePath) -> int:
     """Return the checksum of a file's header."""
     with open_file(path) as descriptor:
         return parse_first(read_header_bytes(descriptor))[1]
 
 
 @contextlib.contextmanager
-def open_file(path: Path) -> Iterator[int]:
+def open_file(path: FilePath) -> Iterator[int]:
     """Yield a descriptor for reading; raise errors as a CheckpointError."""
     with damage(path):
         descriptor = open_regular(path)
@@ -275,7 +299,7 @@ class MissingError(DamagedError):
 
 
 @contextlib.contextmanager
-def unwritable(path: Path) -> Iterator[None]:
+def unwritable(path: FilePath) -> Iterator[None]:
     """Raise an OSError of a write as a CheckpointError."""
     try:
         yield
@@ -284,7 +308,7 @@ def unwritable(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def damage(path: Path) -> Iterator[None]:
+def damage(path: FilePath) -> Iterator[None]:
     """Raise any error of a read as a CheckpointError."""
     try:
         yield
@@ -301,12 +325,16 @@ def damage(path: Path) -> Iterator[None]:
 
 # Bytes that are hashed and written in turn: they stay in the CPU cache in between
 _STEP_BYTES = 4 << 20
+_PAGE_BYTES = 4096
+_EMPTY_PAGE = bytes(_PAGE_BYTES)
 
 
-def checked_write(descriptor: int, offset: int, data: Any) -> int:
-    """Write all of a contiguous buffer to a file at an offset; return its CRC-32."""
+def checked_write(descriptor: int, offset: int, data: Any, crc32: int = 0) -> int:
+    """Write all of a contiguous buffer to a file at an offset.
+
+    Returns its CRC-32, or that of all bytes so far if `crc32` is that of the former.
+    """
     rest = memoryview(data).cast("B")
-    crc32 = 0
     # One pass: the step is still in the CPU's cache when it is written.
     while rest.nbytes:
         step = rest[:_STEP_BYTES]
@@ -327,132 +355,377 @@ def checked_read(descriptor: int, offset: int, into: Any, crc32: int) -> None:
       ValueError: the file is too short, or the checksum differs.
     """
     view = memoryview(into).cast("B")
-    found, at, done = 0, offset, 0
+    actual, at, done = 0, offset, 0
     # preadv may return less; 0 is the end of the file.
     while done < view.nbytes:
         step = view[done : done + _STEP_BYTES]
         count = os.preadv(descriptor, [step], at)
         if not count:
             raise ValueError(f"it ends at byte {at}, in the middle of an array")
-        found = deflate.crc32(step[:count], found)
+        actual = deflate.crc32(step[:count], actual)
         at += count
         done += count
-    if found != crc32:
+    if actual != crc32:
         raise ValueError(
-            f"bytes {offset} to {at} have the checksum {found:08x} instead of "
+            f"bytes {offset} to {at} have the checksum {actual:08x} instead of "
             f"{crc32:08x}"
         )
 
 
-class InMemoryFile(io.RawIOBase):
-    """A sparse in-memory file for `h5py.File`, without the bytes of large arrays.
+class SparseFile(io.RawIOBase):
+    """A file in memory; ranges that were never written read as zeros and take none.
 
     HDF5 cannot recover from failed writes; in memory they do not fail.
-
-    Args:
-      size: of the file.
     """
 
-    def __init__(self, size: int = 0):
-        self._parts: dict[int, bytes] = {}  # by offset
-        # Sorted offsets, after `compact`
-        self._starts: list[int] = []
-        self._position = 0
-        self.size = size
+    def __init__(self) -> None:
+        self._pages: dict[int, bytearray] = {}
+        self._position = self._size = 0
 
-    def put(self, offset: int, data: bytes) -> None:
-        """Write bytes at an offset."""
-        # Keep insertion order: the latest write wins
-        # (A dict keeps the place of a key that is overwritten.)
-        self._parts.pop(offset, None)
-        self._parts[offset] = data
-        self._starts.clear()
-        self.size = max(self.size, offset + len(data))
+    def _spans(self, size: int) -> Iterator[tuple[int, int, int]]:
+        """Move on by `size` bytes; yield each page with the range in it."""
+        end = self._position + size
+        while self._position < end:
+            page, start = divmod(self._position, _PAGE_BYTES)
+            stop = min(_PAGE_BYTES, start + end - self._position)
+            self._position += stop - start
+            yield page, start, stop
 
-    def get(self, offset: int, size: int) -> bytes:
-        """Return bytes; zeros where none were written."""
-        found = bytearray(size)
-        # Before `compact` any part may overlap any other one.
-        near = list(self._parts)
-        if self._starts:
-            before = max(0, bisect.bisect_right(self._starts, offset) - 1)
-            end = bisect.bisect_left(self._starts, offset + size)
-            near = self._starts[before:end]
-        for at in near:
-            part = self._parts[at]
-            first, last = max(at, offset), min(at + len(part), offset + size)
-            if first < last:
-                found[first - offset : last - offset] = part[first - at : last - at]
-        return bytes(found)
+    def write(self, data: Any) -> int:
+        """Write bytes at the position."""
+        view, done = memoryview(data).cast("B"), 0
+        for page, start, stop in self._spans(view.nbytes):
+            content = self._pages.setdefault(page, bytearray(_PAGE_BYTES))
+            content[start:stop] = view[done : done + stop - start]
+            done += stop - start
+        self._size = max(self._size, self._position)
+        return done
 
-    def solid(self, start: int, holes: list[tuple[int, int]]) -> Iterator[Any]:
-        """Yield offset and bytes of the ranges from `start` on between the holes.
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer from the position on."""
+        view, done = memoryview(buffer).cast("B"), 0
+        for page, start, stop in self._spans(view.nbytes):
+            content = self._pages.get(page, _EMPTY_PAGE)
+            view[done : done + stop - start] = content[start:stop]
+            done += stop - start
+        return done
 
-        Holes are sorted offsets and lengths.
-        """
-        for offset, size in [*holes, (self.size, 0)]:
-            if start < offset:
-                yield start, self.get(start, offset - start)
-            start = offset + size
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Set the position, as files do."""
+        self._position = (0, self._position, self._size)[whence] + offset
+        return self._position
 
-    def compact(self) -> None:
-        """Join parts that touch or overlap, which makes `get` fast."""
-        joined: list[tuple[int, int]] = []
-        for at in sorted(self._parts):
-            end = at + len(self._parts[at])
-            # They touch or overlap.
-            if joined and at <= joined[-1][1]:
-                joined[-1] = joined[-1][0], max(joined[-1][1], end)
-            else:
-                joined.append((at, end))
-        starts = [first for first, _ in joined]
-        buffers = [bytearray(last - first) for first, last in joined]
-        # In the order of writing, so that later parts overwrite earlier ones.
-        for at, part in self._parts.items():
-            i = bisect.bisect_right(starts, at) - 1
-            buffers[i][at - starts[i] : at - starts[i] + len(part)] = part
-        self._parts = {
-            first: bytes(buffer) for first, buffer in zip(starts, buffers, strict=True)
-        }
-        self._starts = starts
+    def truncate(self, size: int | None = None) -> int:
+        """Set the size of the file."""
+        self._size = self._position if size is None else size
+        return self._size
 
     def readable(self) -> bool:
         """Return True, as files do."""
         return True
 
-    def writable(self) -> bool:
-        """Return True, as files do."""
-        return True
+    writable = seekable = readable
 
-    def seekable(self) -> bool:
-        """Return True, as files do."""
-        return True
 
-    def seek(self, offset: int, whence: int = 0) -> int:
-        """Set the position, as files do."""
-        base = (0, self._position, self.size)[whence]
-        self._position = base + offset
-        return self._position
+# One without large arrays needs no holes
+MemoryFile = SparseFile | io.BytesIO
 
-    def tell(self) -> int:
-        """Return the position."""
-        return self._position
 
-    def write(self, data: Any) -> int:
-        """Write bytes at the position."""
-        copy = bytes(data)
-        self.put(self._position, copy)
-        self._position += len(copy)
-        return len(copy)
+def between(
+    start: int, holes: Sequence[tuple[int, int]], size: int
+) -> Iterator[tuple[int, int]]:
+    """Yield offset and length of the ranges of a file from `start` on between holes.
 
-    def readinto(self, buffer: Any) -> int:
-        """Fill a buffer from the position on."""
-        view = memoryview(buffer).cast("B")
-        view[:] = self.get(self._position, view.nbytes)
-        self._position += view.nbytes
-        return view.nbytes
+    Args:
+      start: offset of the first range.
+      holes: sorted offsets and lengths.
+      size: of the file.
+    """
+    for offset, length in [*holes, (size, 0)]:
+        if start < offset:
+            yield start, offset - start
+        start = offset + length
 
-    def truncate(self, size: int | None = None) -> int:
-        """Set the size of the file."""
-        self.size = self._position if size is None else size
-        return self.size
+
+_FLOCK = "@hhqqi0q"  # struct flock: type, whence, start, length, pid
+_BYTE = 1 << 62  # the locked byte, far beyond any data
+_SHARED, _EXCLUSIVE = (
+    struct.pack(_FLOCK, kind, os.SEEK_SET, _BYTE, 1, 0)
+    for kind in (fcntl.F_RDLCK, fcntl.F_WRLCK)
+)
+
+
+def lock(descriptor: int) -> bool:
+    """Lock an open file; return whether the file system has locks.
+
+    The lock lasts until this descriptor and all its duplicates are closed.
+    """
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _SHARED)
+    except OSError:  # a file system without locks
+        return False
+    return True
+
+
+def is_locked(path: FilePath) -> bool:
+    """Return whether a running process, on any host, has locked a file by `lock`."""
+    try:
+        descriptor = open_regular(path)
+    except OSError:
+        return False
+    try:
+        blocking = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _EXCLUSIVE)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    kind, _, start, size, _ = struct.unpack(_FLOCK, blocking)
+    # NFS reports HDF5's flock() as a lock of the whole file: not of a saving job
+    return bool(kind != fcntl.F_UNLCK and (start, size) == (_BYTE, 1))
+
+
+# Arrays up to this size are part of the structure; others have checksums per block
+INLINE_BYTES = 32 << 10
+BLOCK_BYTES = 16 << 20
+_LARGE_BYTES = 64 << 20
+_ALIGNMENT = 4096
+_LIBVER = ("v108", "v110")  # what HDF5 1.10 can read
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """An array whose consecutive parts are in shards.
+
+    Args:
+      leaf: the whole array, without its values.
+      parts: number of the shard, first element, end.
+    """
+
+    leaf: Leaf
+    parts: tuple[tuple[int, int, int], ...]
+
+
+def write_file(
+    path: FilePath,
+    nodes: Nodes,
+    attributes: dict[str, Any],
+    make_header: Callable[..., Header],
+    shards: Sequence[str] = (),
+    locks: list[int] | None = None,
+) -> None:
+    """Write nodes to a file, atomically.
+
+    Args:
+      path: of the file.
+      nodes: with `Split` and `Link`.
+      attributes: of the root.
+      make_header: called with size, checksum of the structure, and blocks.
+      shards: names of the shards in the header.
+      locks: a descriptor of the locked file is appended, for the caller to close.
+    """
+    plan = lay_out(nodes, attributes, shards)
+    with unwritable(path), replace_file(path) as file:
+        descriptor = file.fileno()
+        # Locked before the first byte, so that no other job takes it for a leftover.
+        if locks is not None:
+            lock(descriptor)
+            # A second descriptor keeps the lock when the file is closed.
+            locks.append(os.dup(descriptor))
+        # Arrays first: the header needs their checksums
+        data = tuple(
+            (offset, block.nbytes, checked_write(descriptor, offset, block))
+            for offset, block in plan.data
+        )
+        # Structure is everything between the arrays: one checksum over its parts in
+        # order.
+        image, crc32 = plan.image, 0
+        holes = [(offset, size) for offset, size, _ in data]
+        for offset, size in between(plan.header_bytes, holes, plan.size):
+            image.seek(offset)
+            part = image.read(size) or b""
+            # The end of the file may never have been written
+            crc32 = checked_write(descriptor, offset, part.ljust(size, b"\0"), crc32)
+        # The header holds all checksums, and how long the rest took, so it is written
+        # last. Of a small file, what the disk takes does not count.
+        if plan.size > _LARGE_BYTES:
+            os.fsync(descriptor)
+        header = make_header(plan.size, crc32, data)
+        checked_write(descriptor, 0, render(header, plan.header_bytes))
+
+
+@dataclasses.dataclass
+class FileLayout:
+    """The content of a file.
+
+    Args:
+      image: everything except the header and the arrays of `data`.
+      header_bytes: length of the header.
+      size: of the file.
+      data: offsets and bytes of the blocks of large arrays, in file order.
+    """
+
+    image: MemoryFile
+    header_bytes: int
+    size: int
+    data: list[tuple[int, Any]]
+
+
+def lay_out(
+    nodes: Nodes, attributes: dict[str, Any], shards: Sequence[str] = ()
+) -> FileLayout:
+    """Lay out nodes in a file.
+
+    Args:
+      nodes: with `Split` and `Link`.
+      attributes: of the root, for humans.
+      shards: names of all shards, for which to reserve space in the header.
+
+    Raises:
+      CheckpointError: too many names and small arrays for one file.
+    """
+    sizes = [node.size_bytes for node in nodes.values() if isinstance(node, Leaf)]
+    # Very many small arrays do not all fit in the structure, which is read at once
+    small = sum(size for size in sizes if size <= INLINE_BYTES)
+    is_much = small > LARGEST_STRUCTURE_BYTES // 2
+    inline_bytes = _ALIGNMENT if is_much else INLINE_BYTES
+    # Counted before the layout, as the header precedes all blocks.
+    blocks = sum(-(-size // BLOCK_BYTES) for size in sizes if size > inline_bytes)
+    user_block_bytes = header_bytes(blocks, list(shards))
+    # HDF5 writes into memory: its data structures, but none of the large arrays.
+    image = SparseFile() if blocks else io.BytesIO()
+    placed: list[tuple[int, Any]] = []
+    with h5py.File(
+        image,
+        "w",
+        libver=_LIBVER,
+        userblock_size=user_block_bytes,
+        alignment_threshold=inline_bytes,
+        alignment_interval=_ALIGNMENT,
+    ) as file:
+        file.attrs.update(attributes)
+        for path, node in nodes.items():
+            placed += _create(file, path, node, shards)
+        file.flush()
+        size = file.id.get_filesize()
+    assert image.seek(0, io.SEEK_END) <= size
+    data = []
+    # In the order of the file, so that the disk is written in one direction.
+    for offset, array in sorted(placed, key=lambda pair: pair[0]):
+        if array.nbytes > inline_bytes:
+            # Large arrays are only noted; `write_file` streams them.
+            for start in range(0, array.nbytes, BLOCK_BYTES):
+                data.append((offset + start, array[start : start + BLOCK_BYTES]))
+        else:
+            image.seek(offset)
+            image.write(array)
+    # What a reader has to hold in memory before it can verify anything.
+    structure = size - sum(block.nbytes for _, block in data)
+    if structure > LARGEST_STRUCTURE_BYTES:
+        raise CheckpointError(
+            f"the names, numbers and small arrays of {len(sizes)} objects need "
+            f"{structure} bytes, but the limit is {LARGEST_STRUCTURE_BYTES}; join "
+            "small arrays"
+        )
+    return FileLayout(image, user_block_bytes, size, data)
+
+
+def _create(
+    file: h5py.File, path: Path, node: Any, shards: Sequence[str]
+) -> Iterator[tuple[int, Any]]:
+    """Create a group, dataset or link; yield offset and bytes of an array."""
+    name = "/" + "/".join(path)
+    # Per-rank state is in the shard, at the same path.
+    if isinstance(node, Link):
+        file[name] = h5py.ExternalLink(shards[node.shard], name)
+        return
+    if isinstance(node, Group):
+        made = file.require_group(name)
+        if node.type is not None:
+            made.attrs["type"] = json.dumps(node.type)
+    elif isinstance(node, Split):
+        made = _create_virtual(file, name, node, shards)
+        node = node.leaf
+    else:
+        made = _create_contiguous(file, name, node)
+        # Nothing to place for empty arrays: HDF5 gives them no address.
+        if node.size_bytes:
+            flat = np.ascontiguousarray(node.array).reshape(-1)
+            # HDF5 has allocated the range already; its bytes are written past HDF5.
+            yield made.id.get_offset(), flat.view(np.uint8)
+    made.attrs["kind"] = node.kind
+    if node.role:
+        made.attrs["role"] = node.role
+    # Only dtypes that HDF5 does not give back as they were.
+    kind = storage(node.dtype) if isinstance(node, Leaf) else None
+    if kind is not None and kind.text:
+        made.attrs["dtype"] = kind.text
+
+
+def _create_virtual(
+    file: h5py.File, name: str, split: Split, shards: Sequence[str]
+) -> h5py.Dataset:
+    shape = split.leaf.shape
+    dtype, stored_shape = stored_as(split.leaf)
+    inner = stored_shape[len(shape) :]  # the characters of str
+    layout = h5py.VirtualLayout(stored_shape, dtype)
+    for shard, start, stop in split.parts:
+        names = escape_source(shards[shard]), escape_source(name)
+        source = h5py.VirtualSource(*names, (stop - start, *inner), dtype)
+        first = 0
+        # A range of elements is several hyperslabs of a multidimensional array.
+        for box in boxes(shape, start, stop):
+            count = math.prod(part.stop - part.start for part in box)
+            layout[box] = source[first : first + count]
+            first += count
+    return file.create_virtual_dataset(name, layout)
+
+
+def _create_contiguous(file: h5py.File, name: str, leaf: Leaf) -> h5py.Dataset:
+    """Create a contiguous dataset, whose range of the file is allocated at once."""
+    is_text = leaf.dtype == np.uint8 and leaf.kind in STORED_AS_TEXT
+    # A null dataspace: None, and empty text, have no bytes.
+    if leaf.kind == "None" or (is_text and not leaf.size_bytes):
+        space = h5py.h5s.create(h5py.h5s.NULL)
+        dtype = np.dtype(np.int8)
+    elif is_text:
+        # Readable by other programs as text, with its length fixed.
+        space = h5py.h5s.create(h5py.h5s.SCALAR)
+        dtype = h5py.string_dtype("utf-8", leaf.size_bytes)
+    else:
+        dtype, shape = stored_as(leaf)
+        space = h5py.h5s.create_simple(shape)
+    how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    # Contiguous, early, and never filled: HDF5 reserves the range and writes nothing.
+    how.set_layout(h5py.h5d.CONTIGUOUS)
+    how.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    how.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    kind = h5py.h5t.py_create(dtype, logical=True)
+    return h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, how))
+
+
+def boxes(
+    shape: Sequence[int], start: int, stop: int, before: tuple[slice, ...] = ()
+) -> Iterator[tuple[slice, ...]]:
+    """Yield the hyperslabs of a range of elements, in C order."""
+    if len(shape) <= 1:
+        yield (*before, slice(start, stop)) if shape else before
+        return
+    inner = math.prod(shape[1:])
+    first, last = -(-start // inner), stop // inner  # whole rows
+    # The range is inside one row: go down one dimension.
+    if first > last:
+        within = slice(last, last + 1)
+        skipped = last * inner
+        yield from boxes(shape[1:], start - skipped, stop - skipped, (*before, within))
+        return
+    # The end of the row before the first whole one.
+    if start < first * inner:
+        tail = (*before, slice(first - 1, first))
+        yield from boxes(shape[1:], start - (first - 1) * inner, inner, tail)
+    # All whole rows in one hyperslab.
+    if first < last:
+        yield (*before, slice(first, last), *(slice(0, n) for n in shape[1:]))
+    # The beginning of the row behind the last whole one.
+    if last * inner < stop:
+        head = (*before, slice(last, last + 1))
+        yield from boxes(shape[1:], 0, stop - last * inner, head)

@@ -141,9 +141,9 @@ class CheckpointManager:
             )
         self._checkpoint = checkpoint
         # Raises if there is none: better here than at the first save.
-        self._strategy = checkpoint.strategy
+        self._extended = checkpoint.strategy.extended
         self._last_step: int | None = None
-        self._consensus = self._strategy.extended.consensus
+        self._consensus = self._extended.consensus
 
         def check() -> None:
             validation.optional_integer("max_to_keep", max_to_keep, 1)
@@ -165,7 +165,7 @@ class CheckpointManager:
                 validation.optional_integer("step_counter", step_counter, None, also)
 
         # Arguments may be wrong on one rank alone; the error is raised on all.
-        self._consensus.guard(_CALL, check)
+        self._consensus.run(_CALL, check)
         self._max_to_keep = max_to_keep
         self._keep_hours = keep_checkpoint_every_n_hours
         self._keep_every = keep_every
@@ -177,10 +177,10 @@ class CheckpointManager:
         # Only rank 0 touches the directory; the others get what it found.
         self._damaged: set[Saved] = set()
         self._warned: set[str] = set()  # on rank 0
-        self._found: list[Saved]
+        self._saved: list[Saved]
         self._preserved: tuple[int, float]
         found = self._consensus.root_only(_CALL, self._clean_up)
-        self._found, serial, self._preserved = found
+        self._saved, serial, self._preserved = found
         # For the first save; later ones continue from the one before
         self._known: Known | None = Known(serial, None, is_restored=False)
         self._save_began = 0.0
@@ -188,7 +188,7 @@ class CheckpointManager:
 
     def __repr__(self) -> str:
         return one_line(
-            self, lambda: f"{len(self._found)} checkpoints in {self._directory}"
+            self, lambda: f"{len(self._saved)} checkpoints in {self._directory}"
         )
 
     @property
@@ -214,7 +214,7 @@ class CheckpointManager:
         those preserved by `keep_checkpoint_every_n_hours`.
         """
         self._list(f"{_CALL}.checkpoints")
-        return [str(s.path) for s in self._found if not self._is_preserved(s)]
+        return [str(s.path) for s in self._saved if not self._is_preserved(s)]
 
     @property
     def latest_checkpoint(self) -> str | None:
@@ -223,7 +223,7 @@ class CheckpointManager:
         Collective: rank 0 lists the directory, in which another job may save.
         """
         self._list(f"{_CALL}.latest_checkpoint")
-        return str(self._found[-1].path) if self._found else None
+        return str(self._saved[-1].path) if self._saved else None
 
     def save(
         self, checkpoint_number: int | None = None, check_interval: bool = True
@@ -241,37 +241,44 @@ class CheckpointManager:
           the errors of the previous save.
         """
         call = f"{_CALL}.save"
-
-        def prepare() -> tuple[int | None, int | None]:
-            validation.switch("check_interval", check_interval)
-            name = "checkpoint_number"
-            number = validation.optional_integer(name, checkpoint_number, 0, "")
-            return number, self._step()
-
-        number, step = self._consensus.guard(call, prepare)
-        if check_interval and self._interval is not None and step is not None:
+        step = None
+        if self._interval is not None:
+            # All ranks save, or none.
+            step, is_checked = self._consensus.run(
+                call,
+                lambda: (
+                    self._step(),
+                    validation.switch("check_interval", check_interval),
+                ),
+                same=lambda found: (("step", found[0]), ("check_interval", found[1])),
+            )
             # Counted from the last save, so a restored job keeps the rhythm.
-            is_early = self._last_step is not None
-            if is_early and step < (self._last_step or 0) + self._interval:
+            last = self._last_step
+            is_early = last is not None and (step or 0) < last + self._interval
+            if is_checked and is_early:
                 return None
-        # The previous save first: two at once would need twice the memory.
-        self.wait()
+
+        def find_index(counter: int) -> Path:
+            if checkpoint_number is not None:
+                name = "checkpoint_number"
+                validation.optional_integer(name, checkpoint_number, 0, "")
+                counter = checkpoint_number
+            return self._directory / f"{self._name}-{counter}{directories.SUFFIX}"
+
         self._save_began = time.monotonic()
-        # The same on all ranks: the counter is saved, and compared.
-        if number is None:
-            number = self._checkpoint.save_counter + 1
+        known = self._known
+        if known is not None:
+            known = known._replace(path=self._checkpoint.saver.restored)
         path = self._checkpoint.save_as(
             call,
-            self._directory / self._name,
-            number=number,
+            find_index,
             is_background=self._is_background,
-            known=self._known
-            and self._known._replace(path=self._checkpoint.saver.restored),
-            plan=functools.partial(self._plan_removal, number),
+            known=known,
+            plan=self._plan_removal,
         )
         # Only now: a failed save does not count as one.
         self._last_step, self._known = step, None
-        if self._strategy.extended.replica_id == 0:
+        if self._extended.replica_id == 0:
             done = "saving" if self._is_background else "saved"
             logs.debug("checkpoint", f"{done} {path}")
         return path
@@ -305,9 +312,9 @@ class CheckpointManager:
         while True:
             # The first save must not hide what is newer
             self._known = Known(self._list(call), None, is_restored=True)
-            if not self._found:
+            if not self._saved:
                 break
-            newest = self._found[-1]
+            newest = self._saved[-1]
             path = str(newest.path)
             try:
                 self._checkpoint.restore(path)
@@ -316,18 +323,18 @@ class CheckpointManager:
                 if self._consensus.root_only(call, newest.path.exists):
                     # Nor is what a node does not see, and it must not be skipped
                     files = functools.partial(_files_of, path)
-                    require_visible(self._strategy.extended, call, files)
+                    require_visible(self._extended, call, files)
                     self._damaged.add(newest)
-                    if self._strategy.extended.replica_id == 0:
+                    if self._extended.replica_id == 0:
                         self._warn(error)
             else:
                 # So that the interval counts from the restored step.
                 self._last_step = self._step()
-                if self._strategy.extended.replica_id == 0:
+                if self._extended.replica_id == 0:
                     logs.debug("checkpoint", f"restored {path}")
                 return path
         if self._init_fn is not None:
-            self._consensus.run_in_scope(f"{_CALL}.init_fn", self._init_fn)
+            self._consensus.run(f"{_CALL}.init_fn", self._init_fn)
         if self._interval is not None:
             # Without a checkpoint the interval counts from the first step.
             self._last_step = self._step()
@@ -363,17 +370,17 @@ class CheckpointManager:
             directories.make_directory(self._directory)
         # Leftovers of killed jobs; those of running jobs hold a lock.
         directories.remove_leftovers(self._directory, self._name, Saving.in_use)
-        found, latest = self._find_undamaged()
-        serial, seconds = _last_preserved(found) or self._guess_preserved(found)
+        existing, latest = self._find_undamaged()
+        serial, seconds = _last_preserved(existing) or self._guess_preserved(existing)
         # The clock may have been set back
-        return found, latest, (serial, min(seconds, time.time()))
+        return existing, latest, (serial, min(seconds, time.time()))
 
-    def _guess_preserved(self, found: list[Saved]) -> tuple[int, float]:
+    def _guess_preserved(self, existing: list[Saved]) -> tuple[int, float]:
         """Return which checkpoint was preserved last, where none has a record of it."""
-        outside = [] if self._max_to_keep is None else found[: -self._max_to_keep]
+        outside = [] if self._max_to_keep is None else existing[: -self._max_to_keep]
         if self._keep_hours is not None and outside:  # an older version kept them
             return outside[-1].serial, outside[-1].modified
-        return 0, found[0].modified if found else time.time()
+        return 0, existing[0].modified if existing else time.time()
 
     def _find_undamaged(self) -> tuple[list[Saved], int]:
         return directories.find_undamaged(
@@ -389,13 +396,13 @@ class CheckpointManager:
     def _list(self, call: str) -> int:
         """List the checkpoints again; return the latest serial. Collective."""
         # Rank 0 lists the directory: others may see it later, or differently.
-        self._found, serial = self._consensus.root_only(call, self._find_undamaged)
+        self._saved, serial = self._consensus.root_only(call, self._find_undamaged)
         self._note_preserved()
         return serial
 
     def _note_preserved(self) -> None:
         # What another job preserved counts as well.
-        record = _last_preserved(self._found)
+        record = _last_preserved(self._saved)
         if record is not None and record[0] > self._preserved[0]:
             self._preserved = record
 
@@ -406,7 +413,7 @@ class CheckpointManager:
     def _is_nth(self, saved: Saved) -> bool:
         return self._keep_every is not None and saved.number % self._keep_every == 0
 
-    def _plan_removal(self, number: int, found: list[Saved]) -> Planned:
+    def _plan_removal(self, index: Path, existing: list[Saved]) -> Planned:
         """Plan what is preserved and removed after a save; see `Saver.save`. On rank 0.
 
         Nothing is removed yet: a failed save removes nothing. Damaged checkpoints are
@@ -417,17 +424,17 @@ class CheckpointManager:
         files changes their times.
 
         Args:
-          number: of the next checkpoint, which may replace one.
-          found: the checkpoints that there are.
+          index: the next checkpoint, which may replace one.
+          existing: the checkpoints that there are.
         """
-        self._found = found
+        self._saved = existing
         self._note_preserved()
         serial, seconds = self._preserved
         outdated: list[Saved] = []
         if self._max_to_keep is None:
             return self._preserved, functools.partial(self._end_save, outdated)
         # A checkpoint of the same number is replaced, and is not one of those to keep.
-        others = [saved for saved in self._found if saved.number != number]
+        others = [saved for saved in self._saved if saved.path != index]
         for saved in others[: max(0, len(others) + 1 - self._max_to_keep)]:
             # Never removed: preserved for its hours, or the n-th.
             if saved.serial <= serial or self._is_nth(saved):
@@ -458,18 +465,18 @@ class CheckpointManager:
         counter = self._step_counter
         if counter is None:
             return None
-        found = counter() if callable(counter) else counter
+        step = counter() if callable(counter) else counter
         try:
-            return int(found)
+            return int(step)
         except (TypeError, ValueError, OverflowError) as error:
             raise ArgumentError(
-                f"step_counter must return one whole number, not {shown(found)}"
+                f"step_counter must return one whole number, not {shown(step)}"
             ) from error
 
 
-def _last_preserved(found: list[Saved]) -> tuple[int, float] | None:
+def _last_preserved(existing: list[Saved]) -> tuple[int, float] | None:
     """Return serial and time of the last preserved one, by the latest that knows it."""
-    known = (saved.preserved for saved in reversed(found))
+    known = (saved.preserved for saved in reversed(existing))
     return next((record for record in known if record is not None), None)
 
 

@@ -85,14 +85,14 @@ def _simulate(writes: Sequence[Write]) -> Iterator[tuple[Write, Write]]:
     image, is_written = np.zeros(size, np.uint8), np.zeros(size, np.bool_)
     done: list[Write] = []
     for write in writes:
-        given = np.ascontiguousarray(write.value()).view(np.uint8)
+        data = np.ascontiguousarray(write.value()).view(np.uint8)
         memory, before = write.view(image, start), write.view(is_written, start)
-        given = given.reshape(memory.shape)
-        if np.any(before & (memory != given)):
+        data = data.reshape(memory.shape)
+        if np.any(before & (memory != data)):
             # All of them together do; find one that does alone
             alone = (other for other in done[1:] if any(_simulate([other, write])))
             yield write, next(alone, done[0])
         else:
-            memory[...] = given
+            memory[...] = data
             before[...] = True
             done.append(write)

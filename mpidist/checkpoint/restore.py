@@ -5,28 +5,29 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import functools
-import hashlib
 import pathlib
-import random
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
 from mpidist.checkpoint.overlaps import Write, conflicts, write_to
-from mpidist.checkpoint.reading import decode, load, read_tree, versions_of
+from mpidist.checkpoint.reading import load, read_tree
 from mpidist.checkpoint.state import (
     GENERATOR,
     OBJECT,
-    Tracked,
-    children_of,
+    checked_state,
+    derived_state,
+    fresh_generator,
+    has_state,
     identity,
     is_generator,
+    memory_of,
+    read_state,
     require_strategy,
-    state_of,
+    set_state,
+    write_state,
 )
-from mpidist.checkpoint.state_dicts import has_state, memory_of, read_state, write_state
 from mpidist.checkpoint.tree import (
     DEEPEST,
     METADATA,
@@ -35,13 +36,17 @@ from mpidist.checkpoint.tree import (
     Leaf,
     Node,
     Path,
+    Tracked,
     as_name,
+    children_of,
+    decode,
     is_container,
     keep_versions,
     leaves,
     readable,
+    versions_of,
 )
-from mpidist.comm.consensus.signatures import CallSignature
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.context import enter
 from mpidist.device import arrays
 from mpidist.errors import CheckpointError
@@ -52,7 +57,7 @@ from mpidist.strategy.variables import Variable
 from mpidist.util.representation import one_line
 from mpidist.values import Mirrored, PerReplica
 
-__all__ = ["LoadStatus", "RestorePlan", "restore"]
+__all__ = ["LoadStatus", "restore"]
 
 
 # Changes an object in place, or returns another one to replace it
@@ -85,15 +90,15 @@ class RestorePlan:
         self._strategy = strategy
         self._file = file
         self._is_partial = is_partial
-        self._is_own = False
+        self._is_local = False
         self.shared: list[Leaf] = []  # to be read for all ranks
-        self.own: list[Leaf] = []  # to be read for this rank only
+        self.local: list[Leaf] = []  # to be read for this rank only
         self.values: dict[int, Any] = {}  # arrays that were read, by id(leaf)
         self.deferred: list[Deferred] = []
         # Those with set_state, and their new states
         self.objects: list[tuple[Path, Any, Deferred]] = []
         # Objects that change in place, by id, with the first place where each stands
-        self._places: dict[int, tuple[Any, Path, Node]] = {}
+        self._first_places: dict[int, tuple[Any, Path, Node]] = {}
         # Arrays that change in place, and what replaces one that must not
         self._separated: list[tuple[Write, Deferred]] = []
         self.missing: list[str] = []
@@ -108,7 +113,7 @@ class RestorePlan:
         owner = identity(value)
         if owner is None:
             return self._match(value, node, path)
-        _, first, there = self._places.setdefault(id(owner), (owner, path, node))
+        _, first, there = self._first_places.setdefault(id(owner), (owner, path, node))
         if first == path:
             return self._match(value, node, path)
         return self._match_again(value, node, path, first, there)
@@ -295,10 +300,10 @@ class RestorePlan:
 
     def _object(self, value: Any, node: Node, path: Path) -> Change:
         states = self._states(node, path, OBJECT)
-        found = node if states is None else self._of_this_rank(states, path)
-        is_one = isinstance(found, Group) and found.role == f"{OBJECT} of one"
+        state = node if states is None else self._of_this_rank(states, path)
+        is_one = isinstance(state, Group) and state.role == f"{OBJECT} of one"
         # A state that is a single number was wrapped in a tuple.
-        read = self._decoded(found, path, is_own=states is not None)
+        read = self._decoded(state, path, is_local=states is not None)
         new = self._defer(path, lambda: read()[0] if is_one else read())
         self.objects.append((path, value, new))
         return lambda: value
@@ -306,13 +311,14 @@ class RestorePlan:
     def _states(self, node: Node, path: Path, role: str) -> list[Node] | None:
         """Return the states of all ranks; None if one node is the state of all."""
         if isinstance(node, Group) and node.kind == "ranks":
-            found = list(node.children.values())
+            states = list(node.children.values())
         else:
-            found = [node]
-        for one in found:
-            if not isinstance(one, Group) or one.role not in (role, f"{role} of one"):
+            states = [node]
+        for state in states:
+            roles = role, f"{role} of one"
+            if not isinstance(state, Group) or state.role not in roles:
                 self._fail(path, f"the state of a {role}", node)
-        return None if found == [node] and found[0] is node else found
+        return None if states[0] is node else states
 
     def _of_this_rank(self, states: list[Node], path: Path) -> Node:
         extended = self._strategy.extended
@@ -328,13 +334,13 @@ class RestorePlan:
     def _per_replica(self, value: PerReplica, node: Node, path: Path) -> Change:
         if not isinstance(node, Group) or node.kind != "ranks":
             self._fail(path, "a value for each rank", node)
-        own_node = self._of_this_rank(list(node.children.values()), path)
+        node_of_rank = self._of_this_rank(list(node.children.values()), path)
         # Below here leaves are this rank's own, and not broadcast to others.
-        self._is_own = True
+        self._is_local = True
         try:
-            change = self.match(value.values[0], own_node, path)
+            change = self.match(value.values[0], node_of_rank, path)
         finally:
-            self._is_own = False
+            self._is_local = False
 
         def change_component() -> PerReplica:
             new = change()
@@ -389,15 +395,15 @@ class RestorePlan:
             for below, leaf in leaves(node, path):
                 if leaf.kind == "array":
                     self._fail(below, "a number or text", leaf)
-        new = self._defer(path, self._decoded(node, path, self._is_own, value))
+        new = self._defer(path, self._decoded(node, path, self._is_local, value))
         return lambda: update_in_place(value, new.value)
 
     def _decoded(
-        self, node: Node, path: Path, is_own: bool = False, similar: Any = None
+        self, node: Node, path: Path, is_local: bool = False, similar: Any = None
     ) -> Callable[[], Any]:
         """Return a function that decodes a node, after its arrays were read."""
         # Registered now, read after all objects have matched.
-        self._need(node, is_own)
+        self._need(node, is_local)
         return lambda: decode(node, self.values, similar)
 
     def _array_leaf(
@@ -409,15 +415,15 @@ class RestorePlan:
             self._fail(path, expected, node)
         if (node.dtype, node.shape) != (dtype, shape):
             self._fail(path, expected, node)
-        self._need(node, self._is_own)
+        self._need(node, self._is_local)
         return node
 
-    def _need(self, node: Node, is_own: bool) -> None:
+    def _need(self, node: Node, is_local: bool) -> None:
         if isinstance(node, Group):
             for child in node.children.values():
-                self._need(child, is_own)
+                self._need(child, is_local)
         elif node.pieces:
-            (self.own if is_own else self.shared).append(node)
+            (self.local if is_local else self.shared).append(node)
 
     def _value(self, leaf: Leaf) -> Any:
         return self.values[id(leaf)] if leaf.pieces else leaf.array
@@ -437,7 +443,7 @@ class RestorePlan:
 def _twin_of(value: Any) -> Any:
     """Return another object to restore a second place to; None if there can be none."""
     if is_generator(value):
-        return _fresh(value, 0)
+        return fresh_generator(value, 0)
     is_known = isinstance(value, dict | list | collections.deque)
     return copy.copy(value) if is_known else None
 
@@ -537,66 +543,6 @@ def change_children(value: Any, changes: Mapping[str, Change]) -> Any:
     return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
 
 
-def set_state(generator: Any, state: Any) -> None:
-    """Set the state of a generator.
-
-    Raises: ValueError, TypeError, KeyError, ...: not a state of its kind.
-    """
-    if isinstance(generator, random.Random):
-        numbers = tuple(int(number) for number in state["numbers"])
-        generator.setstate((state["version"], numbers, state["gauss"]))
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state
-
-
-def checked_state(generator: Any, state: Any) -> Any:
-    """Return `state` if it is valid for this kind of generator.
-
-    Raises:
-      ValueError: it is not.
-    """
-    kind = state_of(generator)["bit_generator"]
-    found = state.get("bit_generator") if isinstance(state, dict) else None
-    if found != kind:
-        raise ValueError(f"expected a state of {kind}, found one of {found}")
-    try:
-        trial = _fresh(generator, 0)
-        set_state(trial, state)
-        state_of(trial)
-    except Exception as error:  # a bit generator of another library may raise anything
-        raise ValueError(f"the state of {kind} is damaged: {error!r}") from error
-    return state
-
-
-def derived_state(generator: Any, states: Sequence[Any], rank: int) -> Any:
-    """Return the state for a new rank, seeded by all saved states and the rank.
-
-    It is reproducible, and differs between ranks.
-    """
-    hashed = hashlib.blake2b(digest_size=16)
-    for state in states:
-        hashed.update(_text(state).encode())
-    return state_of(_fresh(generator, int.from_bytes(hashed.digest(), "big"), rank))
-
-
-def _text(state: Any) -> str:
-    if isinstance(state, dict):
-        return repr([(key, _text(state[key])) for key in sorted(state)])
-    return state.tobytes().hex() if isinstance(state, np.ndarray) else repr(state)
-
-
-def _fresh(generator: Any, *seeds: int) -> Any:
-    """Return a new generator of the same kind."""
-    if isinstance(generator, random.Random):
-        return random.Random(repr(seeds))
-    seed = np.random.SeedSequence(seeds)
-    if isinstance(generator, np.random.RandomState):
-        return np.random.RandomState(type(generator._bit_generator)(seed))
-    return np.random.Generator(type(generator.bit_generator)(seed))
-
-
 class LoadStatus:
     """The result of `Checkpoint.restore`. Its methods do not communicate.
 
@@ -681,42 +627,37 @@ def restore(
     Args:
       strategy: whose ranks restore.
       operation: the public call, for messages.
-      index: the checkpoint's file.
+      index: the checkpoint's file, the same on all ranks.
       tracked: the objects.
       is_partial: whether objects that the file lacks stay unchanged.
 
     Raises, on all ranks, without changes:
       CheckpointError: the file is missing or damaged, or does not match an object.
-      MismatchError: the ranks restore from different paths, or different objects.
+      MismatchError: the ranks restore different objects.
       What `set_state` of an object raises on any rank.
     """
     extended = strategy.extended
-    extended.topology.require_open()
     consensus = extended.consensus
-    where = ("path", str(index)), ("is_partial", is_partial)
-    # All ranks must name the same file, or one rank would restore a different state.
-    consensus.require_same(CallSignature(operation, where))
     # Rank 0 reads the structure for all: the metadata of a file is read once per job,
     # and an error of it is raised on all ranks.
     tree = consensus.root_only(operation, lambda: read_tree(index))
     plan = RestorePlan(strategy, str(index), is_partial)
+
+    # Ranks whose objects differ would read different arrays, and wait for each other.
+    def needed(_: Change) -> list[tuple[str, Any]]:
+        leaves = [(leaf.kind, str(leaf.dtype), leaf.shape) for leaf in plan.shared]
+        return [("the arrays to restore", tuple(leaves))]
+
     # Nothing is changed yet: `match` only plans, and its errors are raised on all
     # ranks.
-    change = consensus.guard(operation, lambda: plan.match(tracked, tree))
-    # Ranks whose objects differ would read different arrays, and wait for each other.
-    needed = [(leaf.kind, str(leaf.dtype), leaf.shape) for leaf in plan.shared]
-    consensus.require_same(
-        CallSignature(operation, (("the arrays to restore", tuple(needed)),))
-    )
-    shared, own = plan.shared, plan.own
-    plan.values = load(extended, operation, index.parent, shared, own)
-    # All that may still fail is computed before the first object changes.
-    consensus.guard(operation, lambda: _compute(plan, index))
-    # After this all ranks have all new values.
-    consensus.require_same(CallSignature(operation))
+    change = consensus.run(operation, plan.match, tracked, tree, same=needed)
+    plan.values = load(extended, operation, index.parent, plan.shared, plan.local)
+    # All that may still fail is computed before the first object changes; after this
+    # all ranks have all new values.
+    consensus.run(operation, _compute, plan, index)
     # set_state of a user's object may fail, so these come before our own changes.
     with enter(strategy):
-        _set_states(consensus.run_in_scope, operation, plan)
+        _set_states(consensus, operation, plan)
     change()
     return plan
 
@@ -735,11 +676,7 @@ def _compute(plan: RestorePlan, index: pathlib.Path) -> None:
     plan.separate()
 
 
-def _set_states(
-    block: Callable[[str, Callable[[], Any]], Any],
-    operation: str,
-    plan: RestorePlan,
-) -> None:
+def _set_states(consensus: Consensus, operation: str, plan: RestorePlan) -> None:
     """Call `set_state` of all objects; undo all calls if one raises. Collective."""
     if not plan.objects:
         return
@@ -748,15 +685,13 @@ def _set_states(
     def get_states() -> list[Any]:
         return [copy.deepcopy(read_state(value)) for _, value, _ in plan.objects]
 
-    before = block(operation, get_states)
+    before = consensus.run(operation, get_states)
     for i, (path, value, new) in enumerate(plan.objects):
         where = f"{operation} of {readable(path)}"
         try:
-            block(where, functools.partial(write_state, value, new.value))
-        # Undo in reverse order, on all ranks: every rank is in the same call of
-        # `block`.
+            consensus.run(where, write_state, value, new.value)
+        # Undo in reverse order, on all ranks: every rank is in the same call of `run`.
         except Exception:
             for j in range(i, -1, -1):
-                _, changed, _ = plan.objects[j]
-                block(where, functools.partial(write_state, changed, before[j]))
+                consensus.run(where, write_state, plan.objects[j][1], before[j])
             raise

@@ -10,27 +10,43 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import functools
+import itertools
 import math
 import os
 import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
+from mpidist._version import __version__
 from mpidist.checkpoint import directory as directories
-from mpidist.checkpoint.format import Header, Shard, header_crc32, unwritable
-from mpidist.checkpoint.layout import Partition, make_partition, write_file
-from mpidist.checkpoint.state import gather_state
-from mpidist.checkpoint.tree import Group, Leaf, leaves, replace_nodes
+from mpidist.checkpoint.format import (
+    Header,
+    Shard,
+    Split,
+    header_crc32,
+    unwritable,
+    write_file,
+)
+from mpidist.checkpoint.state import (
+    Digests,
+    describe_nodes,
+    digests_of,
+    join_ranks,
+    nodes_of,
+)
+from mpidist.checkpoint.tree import Group, Leaf, Nodes
 from mpidist.checkpoint.tree import Path as NodePath
-from mpidist.comm.consensus.signatures import CallSignature
+from mpidist.comm.consensus.consensus import Fields
 from mpidist.comm.replica_group import ReplicaGroup
+from mpidist.context import Scope
 from mpidist.device import arrays
 from mpidist.device.memory import Pinned
 from mpidist.errors import CheckpointError, RankLostError
@@ -38,12 +54,23 @@ from mpidist.strategy.strategy import Strategy
 from mpidist.util.files import AtomicFile
 from mpidist.util.mounts import wait_for_file
 
-__all__ = ["Saver", "Saving", "finish_all", "require_visible"]
+__all__ = [
+    "Copies",
+    "Planned",
+    "Saver",
+    "Saving",
+    "cut",
+    "finish_all",
+    "require_visible",
+    "shard_count",
+]
 
 
 # Which checkpoint is preserved last, and what is called after a save
 Planned = tuple[tuple[int, float] | None, Callable[[], None] | None]
-Plan = Callable[[list[directories.Saved]], Planned]
+# Returns the checkpoint's file, and the objects by name
+Find = Callable[[], tuple[Path, Mapping[str, Any]]]
+Plan = Callable[[Path, list[directories.Saved]], Planned]
 _WAIT = "waiting for a checkpoint"
 _POLL_SECONDS = 0.02
 # How long a network file system may take to show one node's file to another
@@ -60,8 +87,8 @@ class Saver:
     busy: ClassVar[list[Saver]] = []
 
     def __init__(self, strategy: Strategy):
-        self._extended = strategy.extended
-        self._strategy = strategy
+        self.extended = strategy.extended
+        self.strategy = strategy
         self._pending: Saving | None = None
         self.restored: Path | None = None  # by the same Checkpoint, the last time
         # Memory for copies is kept from save to save: page faults cost more than
@@ -69,81 +96,108 @@ class Saver:
         self._copies = Copies()
         self._shared: set[Path] = set()  # directories that all nodes see
         # The lock on the name ends with the strategy, or with this object.
-        _release_at_end(self, self._extended.closing)
+        _release_at_end(self, self.extended.closing)
 
     def save(
         self,
         operation: str,
-        index: Path,
-        objects: Mapping[str, Any],
+        find: Find,
         *,
         shard_bytes: int,
-        is_background: bool,
-        attributes: dict[str, Any],
+        is_background: bool = False,
         known: directories.Known | None = None,
         plan: Plan | None = None,
-    ) -> None:
-        """Save objects as a checkpoint. Collective.
+    ) -> str:
+        """Save objects as a checkpoint; return its path. Collective.
 
         Args:
           operation: the public call, for messages.
-          index: the checkpoint's file.
-          objects: by name.
+          find: see `Find`; may raise on one rank alone.
           shard_bytes: the least size of a shard.
           is_background: whether to return once the arrays were copied.
-          attributes: of the file, for humans.
           known: see `directory.next_serial`.
-          plan: called by rank 0 with the checkpoints of this name before the save;
-            returns which one is preserved last (see `Header`), and what rank 0 calls
-            when the checkpoint is complete, perhaps in a thread.
+          plan: called by rank 0 with the checkpoint's file and the checkpoints of this
+            name before the save; returns which one is preserved last (see `Header`),
+            and what rank 0 calls when the checkpoint is complete, perhaps in a thread.
 
         Raises, on all ranks:
           CheckpointError: a file cannot be written, of this checkpoint or of the
             previous one, if that was saved in the background.
-          What `gather_state` raises.
+          MismatchError: arrays, numbers or text differ between ranks.
+          What `nodes_of` raises on any rank.
         """
-        extended = self._extended
-        extended.topology.require_open()
-        self.wait()
-        mine = id(self), time.monotonic()
+        if self._pending is not None:
+            self.wait()  # two at once would need twice the memory
+        begun, extended = time.monotonic(), self.extended
+        rank, ranks = extended.replica_id, extended.num_replicas
+        index, nodes, in_shard = self._read_state(operation, find, shard_bytes)
+        shards, cuts = plan_shards(nodes, in_shard is not None, ranks, shard_bytes)
         planned: Planned = None, None
 
         def begin() -> tuple[str, int]:
             nonlocal planned
-            token, serial, found = _begin(index, id(self), known)
-            planned = planned if plan is None else plan(found)
-            return token, serial
+            directories.removal.wait()  # space of earlier checkpoints may be needed
+            with unwritable(index):
+                directories.make_directory(index.parent)
+                serial, existing = directories.next_serial(index, id(self), known)
+            if plan is not None:
+                planned = plan(index, existing)
+            # Random, so shards of two saves never have one name.
+            return secrets.token_hex(4), serial
 
-        # The token is random, so shards of two saves never have one name.
-        token, serial = extended.consensus.root_only(
-            operation, begin, agreed=(("path", str(index)),)
-        )
-        rank, ranks = extended.replica_id, extended.num_replicas
-        names = functools.partial(directories.shard_names, index, token)
-        tree, own = gather_state(
-            self._strategy, operation, objects, shard_bytes, lambda: names(ranks)
-        )
+        token, serial = extended.consensus.root_only(operation, begin)
+        who = token, directories.shard_names(index, token, shards), rank, ranks
+        saving = Saving(index, serial, *who, *planned, id(self), begun)
 
-        def prepare() -> Saving:
-            partition = make_partition(
-                tree, own, rank=rank, ranks=ranks, shard_bytes=shard_bytes, names=names
-            )
-            # Copy arrays, since training continues while the thread writes; except
-            # those that never change in place.
-            self._copies.replace(partition, rank == 0, is_needed_later=is_background)
-            about = attributes | {"ranks": ranks}
-            return Saving(index, token, serial, partition, rank, about, *planned, *mine)
+        def prepare() -> None:
+            """Take what this rank writes."""
+            if shards:
+                saving.shard = divide(nodes, in_shard or {}, cuts, rank)
+                self._copies.replace(saving.shard, is_needed_later=is_background)
+            if rank == 0:
+                saving.index_nodes = nodes
+                self._copies.replace(nodes, is_needed_later=is_background)
 
-        saving = extended.consensus.guard(operation, prepare)
-        self._write(operation, saving, is_background)
+        self._write(operation, saving, prepare, is_background)
+        return str(index)
 
-    def _write(self, operation: str, saving: Saving, is_background: bool) -> None:
+    def _read_state(
+        self, operation: str, find: Find, most_bytes: int
+    ) -> tuple[Path, Nodes, Nodes | None]:
+        """Return the file, all nodes, and the result of `join_ranks`. Collective."""
+        extended = self.extended
+
+        # In the scope, as get_state of a user may read variables
+        def read() -> tuple[Path, Nodes, Digests]:
+            index, objects = find()
+            with Scope(self.strategy):
+                nodes = nodes_of(objects, self.strategy)
+            return index, nodes, digests_of(nodes)
+
+        # Differences between ranks are an error: a checkpoint restores one value on all
+        def agreed(state: tuple[Path, Nodes, Digests]) -> Fields:
+            index, nodes, _ = state
+            compares = extended.num_replicas > 1
+            return [("path", str(index)), *describe_nodes(nodes, compares)]
+
+        index, nodes, digests = extended.consensus.run(operation, read, same=agreed)
+        in_shard = join_ranks(extended, operation, nodes, digests, most_bytes)
+        return index, nodes, in_shard
+
+    def _write(
+        self,
+        operation: str,
+        saving: Saving,
+        prepare: Callable[[], None],
+        is_background: bool,
+    ) -> None:
         """Write a checkpoint; return when it is complete, or has begun. Collective."""
-        extended, call = self._extended, CallSignature(operation)
+        consensus = self.extended.consensus
         try:
+            if saving.shard_names:  # on all ranks
+                self._require_shared(operation, saving.index)
             if is_background:
-                extended.consensus.require_same(call)
-            self._require_shared(operation, saving)
+                consensus.run(operation, prepare)
         except BaseException:
             saving.abandon()
             raise
@@ -152,25 +206,35 @@ class Saver:
             self._pending = saving
             Saver.busy.append(self)
             # Closing the strategy, or losing ranks of it, first ends its save.
-            extended.closing.append(self.wait)
-            extended.consensus.failures.at_end.insert(0, self._end_lost)
+            self.extended.closing.append(self.wait)
+            consensus.failures.at_end.insert(0, self._end_lost)
             return
+
+        def write_shard() -> None:
+            prepare()
+            saving.write_shard()
+
+        # Without shards the others have nothing to do that could fail
+        def write_index() -> None:
+            if not saving.shard_names:
+                prepare()
+            saving.write_index()
+
         with saving.until_complete():
             # All shards are complete before rank 0 writes the index, which makes them
             # count.
-            if saving.partition.shard_names:  # on all ranks
-                extended.run_collectively(call, saving.write_shard, yield_cpu=True)
-            saving.expect_shards()
-            extended.consensus.root_only(operation, saving.write_index)
+            if saving.shard_names:  # on all ranks
+                consensus.run(operation, write_shard, yield_cpu=True)
+            saving.shards_are_written.set()
+            consensus.root_only(operation, write_index)
 
-    def _require_shared(self, operation: str, saving: Saving) -> None:
+    def _require_shared(self, operation: str, index: Path) -> None:
         """Raise unless all nodes see the directory of a save. Collective.
 
         Asked once for each directory, and only where several ranks write.
         """
-        index = saving.index
-        if not saving.partition.shard_names or index.parent in self._shared:
-            return  # on all ranks
+        if index.parent in self._shared:  # on all ranks
+            return
         probes: list[AtomicFile] = []
 
         def create() -> list[Path]:
@@ -179,7 +243,7 @@ class Saver:
             return [probes[0].temporary]
 
         try:
-            require_visible(self._extended, operation, create)
+            require_visible(self.extended, operation, create)
         finally:
             for probe in probes:
                 probe.discard()
@@ -193,25 +257,25 @@ class Saver:
         """
         saving = self._pending
         if saving is None:  # on all ranks
-            self._extended.topology.require_open()
+            self.extended.consensus.require_open()
             return
-        with self._extended.consensus.recorder.counters.checkpointing("wait"):
+        with self.extended.consensus.recorder.counters.checkpointing("wait"):
             self._finish(saving)
 
     def _finish(self, saving: Saving) -> None:
-        consensus = self._extended.consensus
+        consensus = self.extended.consensus
         saving.shard_is_done.wait()
         if not consensus.failures.ranks:
             # If some ranks make another call, this raises and changes nothing
-            consensus.require_same(CallSignature(_WAIT), yield_cpu=True)
+            consensus.require_same(_WAIT, yield_cpu=True)
         self._pending = None
         Saver.busy.remove(self)
-        self._extended.closing.remove(self.wait)
+        self.extended.closing.remove(self.wait)
         consensus.failures.at_end.remove(self._end_lost)
         with saving.until_complete():
             # The error of any rank's shard is raised on all.
-            consensus.sync_errors(_WAIT, saving.shard_error)
-            saving.expect_shards()
+            consensus.require_same(_WAIT, saving.shard_error)
+            saving.shards_are_written.set()
             consensus.root_only(_WAIT, saving.finish)
 
     def _end_lost(self) -> None:
@@ -251,7 +315,7 @@ def require_visible(
                     "a file system that all nodes share"
                 )
 
-    group.run_collectively(CallSignature(operation), look, yield_cpu=True)
+    group.consensus.run(operation, look, yield_cpu=True)
 
 
 def _release_at_end(saver: Saver, closing: list[Callable[[], None]]) -> None:
@@ -273,27 +337,16 @@ def finish_all() -> None:
         Saver.busy[0].wait()
 
 
-def _begin(
-    index: Path, owner: int, known: directories.Known | None
-) -> tuple[str, int, list[directories.Saved]]:
-    """Make the directory of a save; return a token, and see `next_serial`."""
-    directories.removal.wait()  # space of earlier checkpoints may be needed
-    with unwritable(index):
-        directories.make_directory(index.parent)
-        return secrets.token_hex(4), *directories.next_serial(index, owner, known)
-
-
 @dataclasses.dataclass
 class Saving:
     """The writes of one rank for one checkpoint, in this thread or a separate one.
 
     Args:
       index: the checkpoint.
-      token: distinguishes its shards from those of other saves.
       serial: of the checkpoint in its directory.
-      partition: the trees that this rank writes.
-      rank: of this process.
-      attributes: of the index's root, for humans.
+      token: distinguishes its shards from those of other saves.
+      shard_names: of all shards, by rank; the first ranks write them.
+      rank, ranks: of this process, and how many there are.
       preserved: see `Header`.
       after: called on rank 0 once the checkpoint is complete.
       owner: who releases its lock, see `directory.hold`.
@@ -301,11 +354,11 @@ class Saving:
     """
 
     index: Path
-    token: str
     serial: int
-    partition: Partition
+    token: str
+    shard_names: Sequence[str]
     rank: int
-    attributes: dict[str, Any]
+    ranks: int
     preserved: tuple[int, float] | None
     after: Callable[[], None] | None
     owner: int
@@ -319,13 +372,15 @@ class Saving:
         self.shard_is_done = threading.Event()
         self._index_error: Exception | None = None
         self._given_up = threading.Event()
-        self._shards_are_written = threading.Event()
+        self.shards_are_written = threading.Event()
         self._thread: threading.Thread | None = None
         self._locks: list[int] = []  # descriptors that keep other jobs from removing
         self._shard_path: Path | None = None
-        if self.partition.shard is not None:
-            name = self.partition.shard_names[self.rank]
-            self._shard_path = self.index.with_name(name)
+        if self.rank < len(self.shard_names):
+            self._shard_path = self.index.with_name(self.shard_names[self.rank])
+        # What this rank writes; dropped once it is written
+        self.shard: Nodes = {}
+        self.index_nodes: Nodes = {}
         # So that cleaning up in this process leaves these files alone.
         Saving.in_use.add(self.token)
 
@@ -386,7 +441,7 @@ class Saving:
         # Closing the descriptors releases the locks.
         while self._locks:
             os.close(self._locks.pop())
-        self.partition.shard = self.partition.index = None
+        self.shard = self.index_nodes = {}
         # A shard without an index is useless; with one it belongs to a checkpoint.
         if self._shard_path is not None and not is_complete:
             directories.remove(self._shard_path)
@@ -399,9 +454,9 @@ class Saving:
         """
         if self._shard_path is not None:
             make_header = functools.partial(Header, 0)
-            tree = self.partition.shard
-            write_file(self._shard_path, tree, {}, make_header, locks=self._locks)
-        self.partition.shard = None
+            nodes, locks = self.shard, self._locks
+            write_file(self._shard_path, nodes, {}, make_header, locks=locks)
+        self.shard = {}
 
     def write_index(self) -> None:
         """Write the index, which completes the checkpoint. On rank 0.
@@ -411,29 +466,35 @@ class Saving:
         Raises:
           CheckpointError: it cannot be written, or a shard does not appear.
         """
-        names = self.partition.shard_names
+        names = self.shard_names
         # Sizes and checksums of all shards are in the index: it refuses foreign ones.
         shards = tuple(self._wait_for_shard(name) for name in names)
+        now = datetime.datetime.now(datetime.timezone.utc)
+        attributes = {
+            "saved": now.isoformat(timespec="seconds"),
+            "mpidist": __version__,
+            "ranks": self.ranks,
+        }
+        header: Header | None = None
 
         def make_header(size: int, crc32: int, data: Any) -> Header:
+            nonlocal header
             took = math.ceil(1000 * (time.monotonic() - self.begun))
-            found = self.serial, size, crc32, data
-            return Header(*found, shards, directories.JOB, self.preserved, took)
+            content = self.serial, size, crc32, data, shards
+            header = Header(*content, directories.JOB, self.preserved, took)
+            return header
 
-        tree = self.partition.index
+        nodes, locks = self.index_nodes, self._locks
         # Renamed into place when complete: only then the checkpoint exists.
-        write_file(self.index, tree, self.attributes, make_header, names, self._locks)
-        self.partition.index = None
-        directories.hold(self.index, self._locks.pop(), self.serial, self.owner)
+        write_file(self.index, nodes, attributes, make_header, names, locks)
+        self.index_nodes = {}
+        assert header is not None
+        directories.hold(self.index, locks.pop(), header, self.owner)
         # The checkpoint is complete, even if old ones cannot be removed
         with contextlib.suppress(CheckpointError):
             directories.remove_other_shards(self.index, self.token)
             if self.after is not None:
                 self.after()
-
-    def expect_shards(self) -> None:
-        """Start the time limit for shards to appear: all ranks have written theirs."""
-        self._shards_are_written.set()
 
     def _wait_for_shard(self, name: str) -> Shard:
         """Return size and checksum of a shard, once it is visible."""
@@ -444,7 +505,7 @@ class Saving:
             if self._given_up.wait(_POLL_SECONDS):
                 raise CheckpointError(f"{self.index}: another rank's shard failed")
             # Only time after all have written counts against the limit.
-            seconds += _POLL_SECONDS * self._shards_are_written.is_set()
+            seconds += _POLL_SECONDS * self.shards_are_written.is_set()
             if seconds > VISIBLE_SECONDS:
                 raise CheckpointError(
                     f"{self.index.parent}: rank 0 does not see {name}, which another "
@@ -461,35 +522,27 @@ class Copies:
         self._buffers: dict[NodePath, Any] = {}
         self._pinned: dict[NodePath, Pinned] = {}
 
-    def replace(
-        self, partition: Partition, has_index: bool, is_needed_later: bool
-    ) -> None:
-        """Put copies on the host in the place of a partition's arrays.
+    def replace(self, nodes: Nodes, is_needed_later: bool) -> None:
+        """Put copies on the host in the place of arrays.
 
         Args:
-          partition: of a state.
-          has_index: whether this rank writes the index; if not, it is dropped.
-          is_needed_later: whether to copy arrays that may change in place, too.
+          nodes: what this rank writes.
+          is_needed_later: whether to copy arrays that may change in place, too: the
+            training continues while a thread writes.
         """
-        partition.shard = self._of(partition.shard, is_needed_later)
-        index = partition.index if has_index else None
-        partition.index = self._of(index, is_needed_later)
+        for path, node in nodes.items():
+            if not isinstance(node, Leaf) or node.array is None:
+                continue
+            if not isinstance(node.array, np.ndarray):
+                array = self._fetch(path, node.array)
+            elif is_needed_later and not node.is_frozen:
+                array = self._copy(path, node.array)
+            else:
+                continue
+            nodes[path] = dataclasses.replace(node, array=array)
 
-    def _of(self, tree: Group | None, is_needed_later: bool) -> Group | None:
-        copies: dict[NodePath, Leaf] = {}
-        for path, leaf in leaves(tree):
-            if leaf.array is not None:
-                array = self._copy(path, leaf, is_needed_later)
-                copies[path] = dataclasses.replace(leaf, array=array, is_frozen=True)
-        copied: Group | None = replace_nodes(tree, copies)
-        return copied
-
-    def _copy(self, path: NodePath, leaf: Leaf, is_needed_later: bool) -> Any:
-        array = leaf.array
-        if arrays.is_device_array(array):
-            return self._fetch(path, array)
-        if leaf.is_frozen or not is_needed_later:
-            return array
+    def _copy(self, path: NodePath, array: Any) -> Any:
+        """Return a copy of a NumPy array."""
         buffer = self._buffers.get(path)
         if buffer is None or (buffer.dtype, buffer.shape) != (array.dtype, array.shape):
             buffer = self._buffers[path] = np.empty(array.shape, array.dtype)
@@ -503,3 +556,111 @@ class Copies:
         if array.nbytes:
             arrays.namespace(array).ascontiguousarray(array).reshape(-1).get(out=host)
         return host.reshape(array.shape)
+
+
+SMALLEST_SHARD_BYTES = 1 << 20
+# Cuts this close to an edge of an array are moved to the edge
+_SNAP_BYTES = 64 << 10
+
+
+def shard_count(total_bytes: int, shard_bytes: int, ranks: int) -> int:
+    """Return the number of shards for arrays of so many bytes; 1 for no shards."""
+    # Shards of less than a megabyte cost more in metadata than they save.
+    smallest = max(shard_bytes, SMALLEST_SHARD_BYTES)
+    # No more shards than ranks: a rank writes at most one.
+    return max(1, min(ranks, total_bytes // smallest))
+
+
+def cut(sizes: Sequence[tuple[int, int]], shards: int) -> list[list[int]]:
+    """Cut concatenated arrays into shards of equal size.
+
+    Args:
+      sizes: number of elements of each array, and bytes of an element.
+      shards: number of shards.
+
+    Returns:
+      For each array, `shards + 1` ascending element numbers: shard s holds the elements
+      from the s-th to the next.
+    """
+    total = sum(count * item for count, item in sizes)
+    cuts = []
+    start = 0
+    # Shard boundaries are computed in bytes of all arrays, then rounded to elements.
+    for count, item in sizes:
+        edges = [
+            _snap(total * s // shards - start, count * item) for s in range(shards)
+        ]
+        cuts.append([*(edge // item for edge in edges), count])
+        start += count * item
+    return cuts
+
+
+def _snap(edge: int, size: int) -> int:
+    # A sliver of an array in another shard would cost a file access to read.
+    if edge < _SNAP_BYTES:
+        return 0
+    return size if edge > size - _SNAP_BYTES else edge
+
+
+def plan_shards(
+    nodes: Nodes, has_states: bool, ranks: int, shard_bytes: int
+) -> tuple[int, dict[NodePath, list[int]]]:
+    """Return the number of shards, and how they divide the large arrays; see `cut`.
+
+    Equal on all ranks, without an exchange.
+
+    Args:
+      nodes: of all objects.
+      has_states: whether each rank has states for its shard.
+      ranks: how many there are.
+      shard_bytes: the least size of a shard.
+    """
+    large = [
+        (path, node.size_bytes, node.dtype.itemsize)
+        for path, node in nodes.items()
+        if isinstance(node, Leaf) and node.size_bytes >= SMALLEST_SHARD_BYTES
+    ]
+    total = sum(size for _, size, _ in large)
+    count = shard_count(total, shard_bytes, ranks) if large else 1
+    # With per-rank states each rank has a shard, however small its part is. Else one
+    # shard would only add a file.
+    if count == 1:
+        return ranks * has_states, {}
+    edges = cut([(size // item, item) for _, size, item in large], count)
+    paths = [path for path, _, _ in large]
+    return ranks if has_states else count, dict(zip(paths, edges, strict=True))
+
+
+def divide(
+    nodes: Nodes, states: Nodes, cuts: Mapping[NodePath, list[int]], rank: int
+) -> Nodes:
+    """Return the nodes of a rank's shard.
+
+    Args:
+      nodes: of all objects; for an array that is cut, the index gets a `Split`.
+      states: of this rank, for its shard.
+      cuts: see `plan_shards`.
+      rank: of this process.
+    """
+    parts = dict(states)
+    for path, edges in cuts.items():
+        leaf, ranges = nodes[path], list(enumerate(itertools.pairwise(edges)))
+        # The index holds where the parts are.
+        nodes[path] = Split(
+            dataclasses.replace(leaf, array=None),
+            tuple((shard, a, b) for shard, (a, b) in ranges if a < b),
+        )
+        for shard, (start, stop) in ranges:
+            if shard == rank and start < stop:
+                # A view: nothing is copied before it is written.
+                view = leaf.array.reshape(-1)[start:stop]
+                parts[path] = dataclasses.replace(
+                    leaf, kind="array", shape=view.shape, array=view, role=""
+                )
+    # The groups above them
+    shard_nodes: Nodes = {}
+    for path, node in parts.items():
+        for depth in range(len(path)):
+            shard_nodes.setdefault(path[:depth], Group("dict"))
+        shard_nodes[path] = node
+    return shard_nodes

@@ -1,78 +1,84 @@
-"""The state of a user's objects as a tree, gathered from all ranks.
+"""The state of a user's objects: get it as nodes, gather it from all ranks, set it.
 
 Reading the state of an object can communicate, so all ranks do it in the same order.
+Objects with state have `get_state` and `set_state`, or PyTorch's `state_dict`. PyTorch
+is not imported here: a program with such objects has imported it.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import inspect
 import random
+import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpidist.checkpoint.state_dicts import has_state, read_state
+from mpidist.checkpoint.overlaps import Write
 from mpidist.checkpoint.tree import (
+    METADATA,
+    NDARRAY,
+    TENSOR,
     TEXTS,
     Group,
     Leaf,
     Link,
-    Node,
+    Nodes,
     Path,
+    Tracked,
+    Typed,
     as_name,
-    child_names,
-    container_type,
     encode,
-    group_kind,
+    encode_leaf,
+    group_of,
     is_container,
+    keep_versions,
     leaf_of_array,
-    leaves,
-    nodes_below,
     readable,
-    replace_nodes,
-    require_depth,
+    walk,
 )
-from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.device import arrays
-from mpidist.errors import ArgumentTypeError, ContextError
+from mpidist.errors import ArgumentTypeError, CheckpointError, ContextError
+from mpidist.strategy.extended import StrategyExtended
 from mpidist.strategy.strategy import Strategy
 from mpidist.strategy.variables import Variable
-from mpidist.util import validation
+from mpidist.util import nest, validation
 from mpidist.values import DistributedValues, Mirrored, PerReplica
 
 __all__ = [
     "GENERATOR",
     "OBJECT",
     "Attributes",
-    "PerRankState",
-    "Tracked",
+    "Digests",
     "WrittenThrough",
-    "children_of",
-    "gather_state",
+    "checked_state",
+    "derived_state",
+    "describe_nodes",
+    "digests_of",
+    "fresh_generator",
     "has_attributes",
+    "has_state",
     "identity",
     "is_generator",
+    "join_ranks",
+    "memory_of",
+    "nodes_of",
+    "read_state",
     "require_saveable",
     "require_strategy",
-    "state_of",
+    "set_state",
     "strategy_of",
+    "write_state",
 ]
 
 OBJECT, GENERATOR, VARIABLE = "object", "generator", "variable"
-
-
-class Tracked:
-    """Base of Checkpoint: a set of named objects."""
-
-    @property
-    def objects(self) -> dict[str, Any]:
-        """The objects by name."""
-        raise NotImplementedError(type(self).__name__)  # pragma: no cover
+Digests = dict[Path, tuple[bytes, int]]
 
 
 class WrittenThrough(dict[str, Any]):
@@ -107,59 +113,69 @@ class Attributes(Tracked):
         self.owner = owner
         # Objects on the way from the root: a circle would be endless.
         self._above = (*above, owner)
+        self._members = members_of(owner)
+        children = {key: self.child(member) for key, member in self._members.items()}
+        self.children = {k: child for k, child in children.items() if child is not None}
 
     @property
     def objects(self) -> dict[str, Any]:
-        """The members by name, or position."""
-        owner = self.owner
-        members = members_of(owner)
+        """The members that have state by name, or position."""
+        keys = {_name_in(self.owner, key): key for key in self.children}
 
         def write(name: str, value: Any) -> None:
             if isinstance(value, Attributes):
                 return  # its members are written, where they are
-            if is_container(owner):
-                owner[members[name][0]] = value
+            if is_container(self.owner):
+                self.owner[keys[name]] = value
             else:
                 try:
-                    setattr(owner, name, value)
+                    setattr(self.owner, name, value)
                 except AttributeError:  # a frozen dataclass, whose arrays change, too
-                    vars(owner)[name] = value
+                    vars(self.owner)[name] = value
 
-        children = {name: self.child(member) for name, (_, member) in members.items()}
-        kept = {name: child for name, child in children.items() if child is not None}
-        return WrittenThrough(kept, write)
+        named = {name: self.children[key] for name, key in keys.items()}
+        return WrittenThrough(named, write)
 
     def kinds(self, path: Path = ()) -> Iterator[tuple[Path, bool]]:
         """Yield the paths of numbers, and of what has state; and whether it has."""
-        for name, (_, member) in members_of(self.owner).items():
-            child, below = self.child(member), (*path, name)
+        for key, member in self._members.items():
+            child, below = self.children.get(key), (*path, _name_in(self.owner, key))
             if isinstance(child, Attributes):
                 yield from child.kinds(below)
             elif child is not None:
-                yield from ((found, True) for found, _ in walk(child, below))
+                for place, value in walk(child, below):
+                    if not is_container(value) and not isinstance(value, Tracked):
+                        yield place, True
             elif isinstance(member, bool | int | float | complex | np.generic):
                 yield below, False
 
-    def require_kinds(self, kinds: Mapping[Path, bool]) -> None:
+    def require_kinds(self, before: Mapping[Path, bool]) -> dict[Path, bool]:
         """Raise if a number has become an array or other state, or the reverse.
 
         Args:
-          kinds: what they were before; see `kinds`.
+          before: what they were; see `kinds`.
+
+        Returns:
+          What they are now, and those of `before` that are no more.
 
         Raises:
           ArgumentTypeError: one has; a new job could not restore it.
         """
-        for path, had_state in kinds.items():
+        now = dict(self.kinds())
+        for path, had_state in before.items():
+            if now.get(path) == had_state:
+                continue
             value = self._at(path)
             if value is None or (self.child(value) is not None) == had_state:
                 continue
-            now, before = (("is not", "was"), ("is", "was not"))[not had_state]
+            is_now, was = (("is not", "was"), ("is", "was not"))[not had_state]
             raise ArgumentTypeError(
-                f"{readable(path)} of root {before} saved before, but {now} any more: "
+                f"{readable(path)} of root {was} saved before, but {is_now} any more: "
                 f"it has become {validation.shown(value)}. Of the attributes of an "
                 "object, a Checkpoint saves arrays and other state, but no numbers: "
                 "keep its type (root.x[...] = value), or give it by name"
             )
+        return {**now, **before}
 
     def _at(self, path: Path) -> Any:
         """Return the member at a path, or what stands in its way; None if nothing."""
@@ -167,7 +183,9 @@ class Attributes(Tracked):
         for name in path:
             if not is_container(value) and not has_attributes(value):
                 return value
-            _, value = members_of(value).get(name, (None, None))
+            members = members_of(value)
+            named = {_name_in(value, key): member for key, member in members.items()}
+            value = named.get(name)
         return value
 
     def child(self, value: Any) -> Any:
@@ -178,31 +196,30 @@ class Attributes(Tracked):
         # Seen above: do not descend again.
         if any(value is other for other in self._above):
             return None
-        if is_container(value):
-            members = value.values() if isinstance(value, Mapping) else value
-            children = [self.child(member) for member in members]
-            if all(child is None for child in children):
-                # Containers without any state are left out; numbers alone are no state
-                # of a model.
-                return None
-            is_plain = not any(isinstance(child, Attributes) for child in children)
-            return value if is_plain else Attributes(value, self._above)
-        if not has_attributes(value):
+        if not is_container(value) and not has_attributes(value):
             return None
-        # An object whose members have no state would only add an empty group.
-        child = Attributes(value, self._above)
-        return child if child.objects else None
+        # What has no state is left out; numbers alone are no state of a model.
+        made = Attributes(value, self._above)
+        if not made.children:
+            return None
+        is_nested = any(
+            isinstance(child, Attributes) for child in made.children.values()
+        )
+        return made if is_nested or not is_container(value) else value
 
 
-def members_of(owner: Any) -> dict[str, tuple[Any, Any]]:
-    """Return the members of an object or container by name, each with its key."""
+def members_of(owner: Any) -> dict[Any, Any]:
+    """Return the members of an object or container by attribute, key or position."""
     if isinstance(owner, Mapping):
-        return {as_name(key, ()): (key, member) for key, member in owner.items()}
+        return dict(owner)
     if is_container(owner):
-        return {str(i): (i, member) for i, member in enumerate(owner)}
+        return dict(enumerate(owner))
     # Private attributes are implementation details of the user's class.
-    found = vars(owner).items()
-    return {name: (name, value) for name, value in found if not name.startswith("_")}
+    return {name: x for name, x in vars(owner).items() if not name.startswith("_")}
+
+
+def _name_in(owner: Any, key: Any) -> str:
+    return as_name(key, ()) if is_container(owner) else str(key)
 
 
 def has_attributes(value: Any) -> bool:
@@ -240,70 +257,54 @@ def identity(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class PerRankState:
-    """A node that can differ between ranks.
+    """A state that can differ between ranks; the nodes are of this rank.
 
     Args:
-      node: of this rank.
-      is_shared: whether to save one node for all ranks if all are equal.
+      nodes: by their paths in the whole state.
+      is_shared: whether to save one state for all ranks if all are equal.
     """
 
-    node: Any
+    nodes: Nodes
     is_shared: bool
 
 
-def children_of(value: Any, path: Path) -> dict[str, Any] | None:
-    """Return the children of a container or a Checkpoint; None for other values."""
-    require_depth(path)
-    # Before containers: a Checkpoint is not a Mapping.
-    if isinstance(value, Tracked):
-        return child_names(value.objects, path)
-    return child_names(value, path) if is_container(value) else None
-
-
-def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the values in nested containers, with their paths."""
-    children = children_of(value, path)
-    if children is None:
-        yield path, value
-        return
-    for name, child in children.items():
-        yield from walk(child, (*path, name))
-
-
-def tree_of(value: Any, path: Path, strategy: Strategy) -> Any:
-    """Return the tree of an object, with `PerRankState` nodes. Collective.
+def nodes_of(objects: Mapping[str, Any], strategy: Strategy) -> Nodes:
+    """Return the nodes of all objects, with a `PerRankState` for each. Collective.
 
     Raises:
       ArgumentTypeError: a value that cannot be saved.
       ContextError: a variable of another strategy.
       What reading the state of an object raises.
     """
-    children = children_of(value, path)
-    if children is not None:
-        nodes = {n: tree_of(c, (*path, n), strategy) for n, c in children.items()}
-        if isinstance(value, Tracked):
-            return Group("dict", nodes)
-        return Group(group_kind(value), nodes, type=container_type(value, path))
+    return {p: _node_of(x, p, strategy) for p, x in walk(dict(objects))}
+
+
+def _node_of(value: Any, path: Path, strategy: Strategy) -> Group | Leaf | PerRankState:
+    """Return the node of one place. Collective."""
+    if is_container(value):
+        return group_of(value, path)
+    if isinstance(value, Tracked):
+        return Group("dict")
     if isinstance(value, Variable):
         return _variable_leaf(value, path, strategy)
     # Per rank, however equal: it belongs to the rank.
     if isinstance(value, PerReplica):
         return PerRankState(encode(value.values[0], path), is_shared=False)
+    # Usually the same on all ranks, and then saved once.
     if is_generator(value):
-        # Usually the same on all ranks, and then saved once.
-        state = encode(state_of(value), path)
-        return PerRankState(_with_role(state, GENERATOR, path), is_shared=True)
+        return PerRankState(_nodes_of_state(state_of(value), GENERATOR, path), True)
     if has_state(value) and not isinstance(value, Mirrored | np.ndarray):
-        state = encode(read_state(value), path)
-        return PerRankState(_with_role(state, OBJECT, path), is_shared=True)
-    return encode(value, path)
+        return PerRankState(_nodes_of_state(read_state(value), OBJECT, path), True)
+    return encode_leaf(value, path)
 
 
-def _with_role(node: Node, role: str, path: Path) -> Group:
-    # A group is needed to carry the role.
-    if isinstance(node, Leaf):  # a state of one number
-        return Group("tuple", {"0": node}, role + " of one")
-    return dataclasses.replace(node, role=role)
+def _nodes_of_state(state: Any, role: str, path: Path) -> Nodes:
+    if not is_container(state):  # such as one number: a group has the role
+        group = Group("tuple", role=role + " of one")
+        return {path: group, (*path, "0"): encode_leaf(state, path)}
+    nodes = encode(state, path)
+    nodes[path] = dataclasses.replace(nodes[path], role=role)
+    return nodes
 
 
 def _variable_leaf(variable: Variable, path: Path, strategy: Strategy) -> Leaf:
@@ -333,9 +334,9 @@ def strategy_of(value: Any) -> Strategy | None:
     for _, leaf in walk(value):
         if isinstance(leaf, Variable):
             return leaf.distribute_strategy
-        own = getattr(leaf, "distribute_strategy", None)  # of a model
-        if isinstance(own, Strategy):
-            return own
+        strategy = getattr(leaf, "distribute_strategy", None)  # of a model
+        if isinstance(strategy, Strategy):
+            return strategy
         plan = getattr(leaf, "_plan", None)
         extended = getattr(plan, "extended", None)
         if extended is not None and isinstance(extended.strategy, Strategy):
@@ -377,124 +378,359 @@ def state_of(generator: Any) -> dict[str, Any]:
     return dict(generator.bit_generator.state)
 
 
-def gather_state(
-    strategy: Strategy,
-    operation: str,
-    objects: Mapping[str, Any],
-    own_bytes: int,
-    shard_names: Callable[[], list[str]],
-) -> tuple[Group, dict[Path, Node] | None]:
-    """Return the state of all objects, and nodes for this rank's shard. Collective.
+def set_state(generator: Any, state: Any) -> None:
+    """Set the state of a generator.
 
-    The tree is the same on all ranks, with a `Link` for each per-rank state that goes
-    to the shards. Without such states, the nodes are None.
+    Raises: ValueError, TypeError, KeyError, ...: not a state of its kind.
+    """
+    if isinstance(generator, random.Random):
+        numbers = tuple(int(number) for number in state["numbers"])
+        generator.setstate((state["version"], numbers, state["gauss"]))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def checked_state(generator: Any, state: Any) -> Any:
+    """Return `state` if it is valid for this kind of generator.
+
+    Raises:
+      ValueError: it is not.
+    """
+    kind = state_of(generator)["bit_generator"]
+    saved_kind = state.get("bit_generator") if isinstance(state, dict) else None
+    if saved_kind != kind:
+        raise ValueError(f"expected a state of {kind}, found one of {saved_kind}")
+    try:
+        trial = fresh_generator(generator, 0)
+        set_state(trial, state)
+        state_of(trial)
+    except Exception as error:  # a bit generator of another library may raise anything
+        raise ValueError(f"the state of {kind} is damaged: {error!r}") from error
+    return state
+
+
+def derived_state(generator: Any, states: Sequence[Any], rank: int) -> Any:
+    """Return the state for a new rank, seeded by all saved states and the rank.
+
+    It is reproducible, and differs between ranks.
+    """
+    hashed = hashlib.blake2b(digest_size=16)
+    for state in states:
+        hashed.update(_text(state).encode())
+    return state_of(
+        fresh_generator(generator, int.from_bytes(hashed.digest(), "big"), rank)
+    )
+
+
+def _text(state: Any) -> str:
+    if isinstance(state, dict):
+        return repr([(key, _text(state[key])) for key in sorted(state)])
+    return state.tobytes().hex() if isinstance(state, np.ndarray) else repr(state)
+
+
+def fresh_generator(generator: Any, *seeds: int) -> Any:
+    """Return a new generator of the same kind."""
+    if isinstance(generator, random.Random):
+        return random.Random(repr(seeds))
+    seed = np.random.SeedSequence(seeds)
+    if isinstance(generator, np.random.RandomState):
+        return np.random.RandomState(type(generator._bit_generator)(seed))
+    return np.random.Generator(type(generator.bit_generator)(seed))
+
+
+_PAIRS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+
+
+def _has(value: Any, names: tuple[str, str]) -> bool:
+    return all(callable(getattr(value, name, None)) for name in names)
+
+
+def has_state(value: Any) -> bool:
+    """Return whether `value` has the methods that read and write a state."""
+    return not isinstance(value, type) and any(_has(value, pair) for pair in _PAIRS)
+
+
+def read_state(value: Any) -> Any:
+    """Return the state of an object: a nest of arrays, numbers and text."""
+    if _has(value, _PAIRS[0]):
+        return value.get_state()
+    state = value.state_dict()
+    return _map(_to_typed, state) if _is_of_torch(value, state) else state
+
+
+def _map(fn: Callable[[Any], Any], state: Any) -> Any:
+    made = nest.map_leaves(fn, state)
+    keep_versions(state, made)
+    return made
+
+
+def write_state(value: Any, state: Any) -> None:
+    """Set the state of an object, as returned by `read_state`.
+
+    Raises:
+      CheckpointError: a name, shape or dtype does not match.
+      What `set_state` or `load_state_dict` raises.
+    """
+    is_typed = any(isinstance(leaf, Typed) for leaf in nest.flatten(state)[0])
+    if _has(value, _PAIRS[0]):
+        value.set_state(_map(_to_plain, state) if is_typed else state)
+        return
+    now = value.state_dict()
+    if is_typed or _is_of_torch(value, now):
+        state = _map(_from_typed, state)
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.nn.Module):
+            state = _renamed(state, now)
+            _require_fit(now, state)
+    try:
+        value.load_state_dict(state)
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"the state does not match: {error}") from error
+
+
+def memory_of(value: Any, state: Any) -> Iterator[Write]:
+    """Yield what `write_state` writes into memory that it does not choose.
+
+    That is, into the tensors of a PyTorch module, which other places may share.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.nn.Module):
+        return
+    if isinstance(state, dict):
+        state = _renamed(state, value.state_dict())
+    named = {"remove_duplicate": False}
+    for name, tensor in [
+        *value.named_parameters(**named),
+        *value.named_buffers(**named),
+    ]:
+        new = _to_plain(state.get(name)) if isinstance(state, dict) else None
+        is_plain = not torch.nn.parameter.is_lazy(tensor) and (
+            type(tensor.detach()) is torch.Tensor and tensor.layout is torch.strided
+        )
+        if not is_plain or not isinstance(new, np.ndarray) or not tensor.data_ptr():
+            continue
+        shape, item_bytes = tuple(tensor.shape), tensor.element_size()
+        if (new.shape, new.itemsize) == (shape, item_bytes):
+            strides = tuple(step * item_bytes for step in tensor.stride())
+            address = tensor.data_ptr()
+            yield Write(
+                (name,),
+                functools.partial(np.asarray, new),
+                address,
+                shape,
+                strides,
+                item_bytes,
+                True,
+            )
+
+
+def _renamed(state: Any, now: Any) -> Any:
+    """Return a module's state by the names of `now`, which may be wrapped otherwise.
+
+    DistributedDataParallel begins names with "module."; torch.compile puts "_orig_mod."
+    before those of what it has compiled.
+    """
+    if state.keys() == now.keys():
+        return state
+    names = {_unwrapped(name): name for name in now}
+    saved = {_unwrapped(name): name for name in state}
+    if names.keys() != saved.keys() or len(names) < len(now) or len(saved) < len(state):
+        return state  # the error names what is missing
+    made = type(state)((name, state[saved[plain]]) for plain, name in names.items())
+    versions = getattr(state, METADATA, None)
+    if versions is not None:
+        here = {_unwrapped(name): name for name in getattr(now, METADATA, {})}
+        renamed = {
+            here.get(_unwrapped(n), n): version for n, version in versions.items()
+        }
+        setattr(made, METADATA, renamed)
+    return made
+
+
+def _unwrapped(name: str) -> str:
+    plain = [part for part in name.split(".") if part != "_orig_mod"]
+    return ".".join(plain[1:] if plain[:1] == ["module"] else plain)
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _is_of_torch(value: Any, state: Any) -> bool:
+    """Return whether the arrays of a state are tensors; a new optimizer has none."""
+    bases = {base.__module__.partition(".")[0] for base in type(value).__mro__}
+    is_of_torch = "torch" in bases and "torch" in sys.modules
+    return is_of_torch or any(map(_is_tensor, nest.flatten(state)[0]))
+
+
+def _to_typed(leaf: Any) -> Any:
+    """Return a tensor as an array that shares its memory, if it is in C order."""
+    if _is_tensor(leaf):
+        return Typed(arrays.to_array(leaf.detach().contiguous()), TENSOR)
+    return Typed(leaf, NDARRAY) if _is_plain_array(leaf) else leaf
+
+
+def _from_typed(leaf: Any) -> Any:
+    """Undo `_to_typed`, with a copy that no other code changes.
+
+    Older versions did not save what an array was: most were tensors.
+    """
+    plain = _to_plain(leaf)
+    if not _is_plain_array(plain):
+        return leaf
+    is_tensor = "torch" in sys.modules and getattr(leaf, "role", TENSOR) == TENSOR
+    # An optimizer keeps it
+    like = sys.modules["torch"].empty(0) if is_tensor else plain
+    return arrays.like(plain.copy(), like)
+
+
+def _to_plain(leaf: Any) -> Any:
+    return leaf.array if isinstance(leaf, Typed) else leaf
+
+
+def _is_plain_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or arrays.is_device_array(value)
+
+
+def _require_fit(now: Any, state: Any) -> None:
+    """Raise unless two states of a module have the same names, shapes and dtypes.
+
+    Extra states are the module's own. Of modules of another version, PyTorch decides:
+    they may convert older states.
+    """
+    here, saved = (getattr(s, METADATA, {}) for s in (now, state))
+    if any(here[name] != saved[name] for name in here.keys() & saved.keys()):
+        return
+    for what, names in (
+        ("lacks", now.keys() - state.keys()),
+        ("has names that the model lacks:", state.keys() - now.keys()),
+    ):
+        if names:
+            raise CheckpointError(f"the checkpoint {what} {sorted(names)[:5]}")
+    for name, tensor in now.items():
+        if not _is_tensor(tensor) or name.rpartition(".")[2] == "_extra_state":
+            continue
+        saved_value = state[name]
+        kinds = [
+            (str(getattr(a, "dtype", type(a))), tuple(getattr(a, "shape", ())))
+            for a in (tensor, saved_value)
+        ]
+        if kinds[0] != kinds[1]:
+            (dtype, shape), (other, other_shape) = kinds
+            raise CheckpointError(
+                f"{name} is {dtype} of shape {shape}, and {other} of shape "
+                f"{other_shape} in the checkpoint"
+            )
+
+
+def describe_nodes(nodes: Nodes, compares: bool) -> list[tuple[str, str]]:
+    """Return what must be equal on all ranks, with names.
 
     Args:
-      strategy: whose ranks save.
-      operation: the public call, for messages.
-      objects: by name.
-      own_bytes: per-rank states of more bytes in total go to the shards.
-      shard_names: returns the names of the shards of all ranks.
-
-    Raises, on all ranks:
-      MismatchError: arrays, numbers or text that differ between ranks.
-      What `tree_of` raises on any rank.
+      nodes: of all objects.
+      compares: whether values must be equal, too; one rank computes no checksums.
     """
-    consensus = strategy.extended.consensus
-    # A single rank needs no comparison, so it computes no checksums.
-    compares = strategy.extended.num_replicas > 1
-    # In the scope, as get_state of a user may read variables. Differences between ranks
-    # are an error: a checkpoint restores one value on all.
-    with strategy.scope():
-        tree = consensus.run_in_scope(
-            operation,
-            lambda: tree_of(dict(objects), (), strategy),
-            describe=lambda t: CallSignature(operation, tuple(_describe(t, compares))),
-        )
-    own = {p: n for p, n in nodes_below(tree) if isinstance(n, PerRankState)}
-    if not own:
-        # The usual case: no rank has a state of its own.
-        return tree, None
-    # A state that is equal on all ranks is saved once
-    own_hashes = {path: (_digest(o.node), _bytes(o.node)) for path, o in own.items()}
-    everyone = consensus.gather(operation, own_hashes)
-    # In the order of the dict, which is the same on all ranks.
-    unlike = [
-        path
-        for path, state in own.items()
-        if not state.is_shared or len({ranks[path][0] for ranks in everyone}) > 1
-    ]
-    # Equal on all ranks: any rank's node will do.
-    chosen: dict[Path, Any] = {path: own[path].node for path in own.keys() - unlike}
-    nodes = {path: _on_host(own[path].node) for path in unlike}
-    size_bytes = sum(ranks[path][1] for path in unlike for ranks in everyone)
-    # Too much to send to rank 0: each rank writes its own.
-    if size_bytes > own_bytes:
-        links: dict[str, Any] = {str(r): Link(n) for r, n in enumerate(shard_names())}
-        chosen |= {path: Group("ranks", links) for path in unlike}
-        rank = str(strategy.extended.replica_id)
-        in_shard = {(*path, rank): node for path, node in nodes.items()}
-        return replace_nodes(tree, chosen), in_shard
-    # Small: rank 0 writes all, and no shards are needed.
-    gathered = consensus.gather(operation, nodes) if unlike else []
-    for path in unlike:
-        states = {str(rank): found[path] for rank, found in enumerate(gathered)}
-        chosen[path] = Group("ranks", states)
-    return replace_nodes(tree, chosen), None
+    return [(readable(path), _describe(n, compares)) for path, n in nodes.items()]
 
 
-def _describe(node: Any, compares: bool, path: Path = ()) -> list[tuple[str, str]]:
-    """Describe what must be equal on all ranks, per node."""
+def _describe(node: Any, compares: bool) -> str:
     if isinstance(node, PerRankState):
-        return [(readable(path), "a state")]
-    if isinstance(node, Leaf):
-        return [(readable(path), _describe_leaf(node, compares))]
-    lines = [(readable(path), node.kind if node.type is None else repr(node.type))]
-    for name, child in node.children.items():
-        lines += _describe(child, compares, (*path, name))
-    return lines
-
-
-def _describe_leaf(leaf: Leaf, compares: bool) -> str:
-    text = f"{leaf.kind} {leaf.dtype} {leaf.shape}"
+        return "a state"
+    if isinstance(node, Group):
+        return node.kind if node.type is None else repr(node.type)
+    text = f"{node.kind} {node.dtype} {node.shape}"
     # Frozen values belong to variables, which are equal by construction.
-    if leaf.is_frozen or not leaf.size_bytes or not compares:
+    if node.is_frozen or not compares or not node.size_bytes:
         return text
-    if leaf.kind == "array" or leaf.kind in TEXTS:
-        return f"{text} checksum {arrays.checksum(leaf.array)}"
-    return f"{leaf.kind} {arrays.value_bytes(leaf.array).tobytes().hex()}"
+    if node.kind == "array" or node.kind in TEXTS:
+        return f"{text} checksum {arrays.checksum(node.array)}"
+    is_any = node.kind == "array scalar"  # perhaps with padding
+    array = arrays.value_bytes(node.array) if is_any else node.array
+    return f"{node.kind} {array.tobytes().hex()}"
 
 
-def _digest(node: Node) -> bytes:
-    """Return a hash of a tree."""
-    hashed = hashlib.blake2b(digest_size=16)
-    for path, leaf in leaves(node):
-        hashed.update(repr((path, leaf.kind, str(leaf.dtype), leaf.shape)).encode())
-        if leaf.size_bytes:
-            hashed.update(arrays.checksum(leaf.array).encode())
-    # Types of containers count as well.
-    hashed.update(_kinds(node).encode())
-    return hashed.digest()
+def digests_of(nodes: Nodes) -> Digests:
+    """Return a hash of each `PerRankState`, and the bytes of its arrays."""
+    states = ((p, n) for p, n in nodes.items() if isinstance(n, PerRankState))
+    return {path: _digest(state.nodes) for path, state in states}
 
 
-def _kinds(node: Node) -> str:
-    if isinstance(node, Leaf):
-        return ""
-    below = [_kinds(child) for child in node.children.values()]
-    return repr((node.kind, node.role, node.type, below))
+def join_ranks(
+    extended: StrategyExtended,
+    operation: str,
+    nodes: Nodes,
+    digests: Digests,
+    most_bytes: int,
+) -> Nodes | None:
+    """Replace each `PerRankState` by what the index has of it. Collective.
+
+    Returns the nodes for this rank's shard; None if no states go to shards.
+
+    Args:
+      extended: whose ranks save.
+      operation: the public call, for messages.
+      nodes: of all objects; changed to what is equal on all ranks.
+      digests: see `digests_of`.
+      most_bytes: states of more bytes in total go to the shards; the index then has a
+        `Link` for each.
+    """
+    if not digests:  # the usual case, on all ranks
+        return None
+    gather = extended.consensus.gather_objects
+    everyone = gather(operation, lambda: digests)
+    # In the order of the dict, which is the same on all ranks.
+    states = {path: nodes[path] for path in digests}
+    unlike = []
+    for path, state in states.items():
+        if state.is_shared and len({of_rank[path] for of_rank in everyone}) == 1:
+            nodes |= state.nodes  # equal on all ranks
+        else:
+            unlike.append(path)
+            nodes[path] = Group("ranks")
+    # Too much to send to rank 0: each rank writes its own.
+    if sum(of_rank[path][1] for path in unlike for of_rank in everyone) > most_bytes:
+        in_shard: Nodes = {}
+        for path in unlike:
+            ranks = range(extended.num_replicas)
+            nodes |= {(*path, str(rank)): Link(rank) for rank in ranks}
+            in_shard |= _below(path, extended.replica_id, states[path].nodes)
+        return in_shard
+    # Small: rank 0 writes all, and no shards are needed.
+    if unlike:
+        sent = gather(operation, lambda: [_to_send(states[p].nodes) for p in unlike])
+        for rank, gathered in enumerate(sent):
+            for path, received in zip(unlike, gathered, strict=True):
+                nodes |= _below(path, rank, received)
+    return None
 
 
-def _bytes(node: Node) -> int:
-    return sum(leaf.size_bytes for _, leaf in leaves(node))
+def _below(path: Path, rank: int, nodes: Nodes) -> Nodes:
+    """Return the nodes of one rank's state with the rank in their paths."""
+    return {(*path, str(rank), *p[len(path) :]): node for p, node in nodes.items()}
 
 
-def _on_host(node: Node) -> Any:
-    """Return a node with copies of its arrays in host memory."""
-    copies = {
-        path: dataclasses.replace(
-            leaf, array=np.array(arrays.to_host(leaf.array), order="C"), is_frozen=True
-        )
-        for path, leaf in leaves(node)
-        if leaf.array is not None
+def _digest(nodes: Nodes) -> tuple[bytes, int]:
+    """Return a hash of a state, and the bytes of its arrays."""
+    hashed, size_bytes = hashlib.blake2b(digest_size=16), 0
+    for path, node in nodes.items():
+        if isinstance(node, Group):  # types of containers count as well
+            hashed.update(repr((path, node.kind, node.role, node.type)).encode())
+            continue
+        hashed.update(repr((path, node.kind, str(node.dtype), node.shape)).encode())
+        if node.size_bytes:
+            hashed.update(arrays.checksum(node.array).encode())
+            size_bytes += node.size_bytes
+    return hashed.digest(), size_bytes
+
+
+def _to_send(nodes: Nodes) -> Nodes:
+    """Return nodes with their arrays in host memory, to be pickled, which copies."""
+    return {
+        path: node
+        if isinstance(node, Group)
+        else dataclasses.replace(node, array=arrays.to_host(node.array), is_frozen=True)
+        for path, node in nodes.items()
     }
-    return replace_nodes(node, copies)

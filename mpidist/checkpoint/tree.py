@@ -11,6 +11,9 @@
     NumPy's scalars              Leaf "array scalar"
     arrays                       Leaf "array"
 
+The nodes of a state that is saved are listed by path: one walk yields them, and all
+that follows goes through this list. A file that is read is a tree.
+
 Nothing here communicates or accesses files.
 """
 
@@ -19,7 +22,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
+import math
 import re
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
@@ -41,40 +46,39 @@ from mpidist.values import Mirrored
 __all__ = [
     "ContainerType",
     "DEEPEST",
-    "FACTORIES",
     "FAMILIES",
     "Group",
     "Leaf",
     "Link",
+    "METADATA",
+    "NDARRAY",
     "Node",
+    "Nodes",
     "Path",
     "Piece",
     "SCALARS",
-    "METADATA",
-    "NDARRAY",
     "STORED_AS_TEXT",
     "TENSOR",
     "TEXTS",
+    "Tracked",
     "Typed",
     "as_name",
-    "child_names",
-    "container_type",
-    "dtype_text",
+    "children_of",
+    "decode",
     "encode",
+    "encode_leaf",
     "escape",
+    "group_of",
     "is_container",
-    "leaf_of_array",
-    "is_native",
     "keep_versions",
+    "leaf_of_array",
     "leaves",
-    "nodes_below",
     "original_dtype",
     "readable",
-    "replace_nodes",
-    "require_depth",
+    "storage",
     "stored_as",
-    "tree_of_nodes",
-    "unescape",
+    "versions_of",
+    "walk",
 ]
 
 
@@ -131,7 +135,7 @@ class Leaf:
     @property
     def size_bytes(self) -> int:
         """The size of the array."""
-        return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 TENSOR, NDARRAY = "tensor", "ndarray"
@@ -148,9 +152,13 @@ class Typed:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A node that is in a shard, at the same path."""
+    """A node that is in a shard, at the same path.
 
-    file: str
+    Args:
+      shard: the number of the shard.
+    """
+
+    shard: int
 
 
 class ContainerType(NamedTuple):
@@ -174,18 +182,20 @@ class Group:
 
     Args:
       kind: "dict", "dict of int", "list", "tuple", or "ranks" for per-rank states.
-      children: by escaped name.
+      children: by escaped name, of a group that was read; empty in `Nodes`.
       role: "object" or "generator" for their states, else empty.
       type: of a container other than dict, list and tuple.
     """
 
     kind: str
-    children: dict[str, Node]
+    children: dict[str, Node] = dataclasses.field(default_factory=dict)
     role: str = ""
     type: ContainerType | None = None
 
 
 Node = Leaf | Group
+# What is to be saved, by path; each group stands before its members
+Nodes = dict["Path", Any]
 
 FAMILIES: dict[str, str] = {  # the kinds of their groups
     "OrderedDict": "dict",
@@ -200,38 +210,68 @@ FACTORIES: dict[str, Callable[[], Any]] = {
 }
 
 
+class Tracked:
+    """Base of Checkpoint: a set of named objects, saved like a dict."""
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """The objects by name."""
+        raise NotImplementedError(type(self).__name__)  # pragma: no cover
+
+
 def is_container(value: Any) -> bool:
     """Return whether `value` is a container by tf.nest's rules."""
     return isinstance(value, Mapping | list | tuple | collections.deque)
 
 
-def child_names(container: Any, path: Path) -> dict[str, Any]:
-    """Return the children of a dict, list, tuple or deque by escaped name, sorted.
+def children_of(value: Any, path: Path) -> dict[str, Any] | None:
+    """Return the members of a container or a Checkpoint by escaped name.
+
+    Those of a dict are sorted. None for other values.
 
     Raises:
       ArgumentTypeError: a key that is neither str nor int.
-      ArgumentError: both str and int keys in one dict.
+      ArgumentError: both str and int keys in one dict; or too many levels.
     """
-    if not isinstance(container, Mapping):
-        return {str(i): child for i, child in enumerate(container)}
-    if len({type(key) for key in container}) > 1:
+    if len(path) > DEEPEST:
+        raise ArgumentError(
+            f"{readable(path[:4])}... has more than {DEEPEST} levels; does it contain "
+            "itself?"
+        )
+    if isinstance(value, Tracked):
+        value = value.objects
+    if isinstance(value, list | tuple | collections.deque):
+        return {str(i): child for i, child in enumerate(value)}
+    if not isinstance(value, Mapping):
+        return None
+    if len({type(key) for key in value}) > 1:
         raise ArgumentError(
             f"{readable(path)}: the keys of a dict must be all str or all int, not "
-            f"{list(container)[:8]}"
+            f"{list(value)[:8]}"
         )
-    named = {as_name(key, path): child for key, child in container.items()}
-    return dict(sorted(named.items()))
+    return dict(sorted((as_name(key, path), child) for key, child in value.items()))
 
 
-def group_kind(container: Any) -> str:
-    """Return the kind of group that stores a container."""
+def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield the containers and values of a nest, each container before its members."""
+    yield path, value
+    for name, child in (children_of(value, path) or {}).items():
+        yield from walk(child, (*path, name))
+
+
+def group_of(container: Any, path: Path) -> Group:
+    """Return the group of a container, without its members."""
     if isinstance(container, Mapping):
         is_int = bool(container) and type(next(iter(container))) is int
-        return "dict of int" if is_int else "dict"
-    return "tuple" if isinstance(container, tuple) else "list"
+        kind = "dict of int" if is_int else "dict"
+    else:
+        kind = "tuple" if isinstance(container, tuple) else "list"
+    if type(container) in (dict, list, tuple):
+        return Group(kind)
+    return Group(kind, type=_container_type(container, path))
 
 
-def container_type(container: Any, path: Path) -> ContainerType | None:
+def _container_type(container: Any, path: Path) -> ContainerType | None:
     """Return the type of a container; None for dict, list and tuple.
 
     Supported subclasses: those of `collections`, and namedtuples.
@@ -278,38 +318,28 @@ def keep_versions(old: Any, new: Any) -> None:
         keep_versions(old[key], new[key])
 
 
-def require_depth(path: Path) -> None:
-    """Raise an ArgumentError if a nest is too deep, or contains itself."""
-    if len(path) > DEEPEST:
-        raise ArgumentError(
-            f"{readable(path[:4])}... has more than {DEEPEST} levels; does it contain "
-            "itself?"
-        )
-
-
-def encode(value: Any, path: Path) -> Node:
-    """Return the tree of a nest of arrays, numbers and text.
+def encode(value: Any, path: Path = ()) -> Nodes:
+    """Return the nodes of a nest of arrays, numbers and text.
 
     Raises:
       ArgumentTypeError: a value of another type. (DTypeError: a dtype.)
       ArgumentError: a key, name or depth that cannot be stored.
     """
-    require_depth(path)
-    if not is_container(value):
-        return _encode_leaf(value, path)
-    children = {
-        name: encode(child, (*path, name))
-        for name, child in child_names(value, path).items()
+    return {
+        p: group_of(x, p) if is_container(x) else encode_leaf(x, p)
+        for p, x in walk(value, path)
     }
-    return Group(group_kind(value), children, type=container_type(value, path))
 
 
-def _encode_leaf(value: Any, path: Path) -> Leaf:
+def encode_leaf(value: Any, path: Path) -> Leaf:
+    """Return the leaf of an array, a number, text or None; see `encode`."""
     if value is None:
         return Leaf("None", np.dtype(np.uint8), (0,))
     kind = type(value).__name__
     if type(value) is int:
-        return _encode_int(value)
+        if -(1 << 63) <= value < 1 << 63:
+            return _array_leaf("int", np.asarray(value, np.int64))
+        return _bytes_leaf("int", f"{value:#x}".encode())
     if type(value) in (str, np.str_):
         kind = "str" if type(value) is str else "np.str_"
         return _bytes_leaf(kind, value.encode("utf-8", "surrogatepass"))
@@ -320,7 +350,7 @@ def _encode_leaf(value: Any, path: Path) -> Leaf:
     if isinstance(value, Typed):
         return dataclasses.replace(leaf_of_array(value.array, path), role=value.role)
     if isinstance(value, np.generic):
-        stored_as(value.dtype, (), readable(path))
+        _require_storage(value.dtype, path)
         return _array_leaf("array scalar", np.asarray(value))
     return leaf_of_array(value, path)
 
@@ -330,14 +360,16 @@ def leaf_of_array(value: Any, path: Path) -> Leaf:
     if isinstance(value, bool | int | float | complex | str | bytes | np.void):
         raise _unknown(value, path)  # subclasses, such as enumerations
     try:
-        own = value.values[0] if isinstance(value, Mirrored) else value
-        is_plain = isinstance(own, np.ndarray) and type(own) is not np.ma.MaskedArray
-        array = np.asarray(own) if is_plain else arrays.to_array(own, readable(path))
+        array = value.values[0] if isinstance(value, Mirrored) else value
+        if isinstance(array, np.ma.MaskedArray) or not isinstance(array, np.ndarray):
+            array = arrays.to_array(array, readable(path))
+        else:
+            array = np.asarray(array)
     except MpidistError as error:
         if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
             raise
         raise _unknown(value, path) from error
-    stored_as(array.dtype, array.shape, readable(path))
+    _require_storage(array.dtype, path)
     return _array_leaf("array", array)
 
 
@@ -358,50 +390,140 @@ def _bytes_leaf(kind: str, data: bytes) -> Leaf:
     return _array_leaf(kind, np.frombuffer(data, np.uint8))
 
 
-def _encode_int(value: int) -> Leaf:
-    if -(1 << 63) <= value < 1 << 63:
-        return _array_leaf("int", np.asarray(value, np.int64))
-    return _bytes_leaf("int", f"{value:#x}".encode())
-
-
-def nodes_below(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield every node that is not a group, with its path."""
-    if not isinstance(node, Group):
+def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Leaf]]:
+    """Yield the leaves of a tree, with their paths."""
+    if isinstance(node, Leaf):
         yield path, node
         return
     for name, child in node.children.items():
-        yield from nodes_below(child, (*path, name))
+        yield from leaves(child, (*path, name))
 
 
-def leaves(node: Any, path: Path = ()) -> list[tuple[Path, Leaf]]:
-    """Return the leaves below a node, with their paths."""
-    return [(p, n) for p, n in nodes_below(node, path) if isinstance(n, Leaf)]
+def decode(node: Node, values: Mapping[int, Any], similar: Any = None) -> Any:
+    """Return the nest of a tree.
+
+    Args:
+      node: from `encode`, or from a file.
+      values: the arrays of leaves with pieces, by `id(leaf)`.
+      similar: a nest whose classes of namedtuples, and default factories, to use where
+        they match; a file contains no code.
+
+    Raises:
+      ValueError, TypeError: the tree is damaged.
+    """
+    if isinstance(node, Leaf):
+        return decode_leaf(node, values)
+    names = list(node.children)
+    if node.type is not None and node.type.name in ("OrderedDict", "state_dict"):
+        names = list(node.type.details[node.type.name == "state_dict" :])
+        if sorted(names) != sorted(node.children):
+            raise ValueError("the saved order of keys does not match the keys")
+    children = {}
+    for name in names:
+        beside = _similar_child(similar, node.kind, name)
+        children[name] = decode(node.children[name], values, beside)
+    if node.kind in ("list", "tuple"):
+        ordered = [children[str(i)] for i in range(len(children))]
+        return _sequence(node, ordered, similar)
+    if node.kind == "dict":
+        return _dict(
+            node, {unescape(n): child for n, child in children.items()}, similar
+        )
+    if node.kind == "dict of int":
+        return _dict(node, {int(n): child for n, child in children.items()}, similar)
+    raise ValueError(f"a group of kind {node.kind!r} is not a nest")
 
 
-def replace_nodes(node: Any, others: Mapping[Path, Any], path: Path = ()) -> Any:
-    """Return a tree with other nodes at some paths."""
-    if path in others:
-        return others[path]
-    if not isinstance(node, Group):
-        return node
-    children = {
-        name: replace_nodes(child, others, (*path, name))
-        for name, child in node.children.items()
-    }
-    return dataclasses.replace(node, children=children)
+def _similar_child(similar: Any, kind: str, name: str) -> Any:
+    """Return the child of that name, or else any other child."""
+    is_dict = kind.startswith("dict")
+    if (
+        not similar
+        or not is_container(similar)
+        or is_dict != isinstance(similar, Mapping)
+    ):
+        return None
+    if not is_dict:
+        # A list may have grown since: its last element stands for the new ones.
+        return similar[min(int(name), len(similar) - 1)]
+    key = unescape(name) if kind == "dict" else int(name)
+    return similar[key] if key in similar else next(iter(similar.values()))
 
 
-def tree_of_nodes(nodes: Mapping[Path, Any]) -> Group:
-    """Return a tree of dicts with these nodes and nothing else."""
-    root = Group("dict", {})
-    for path, node in nodes.items():
-        group = root
-        for name in path[:-1]:
-            below = group.children.setdefault(name, Group("dict", {}))
-            assert isinstance(below, Group)
-            group = below
-        group.children[path[-1]] = node
-    return root
+def _dict(node: Group, children: dict[Any, Any], similar: Any) -> Any:
+    if node.type is None:
+        return children
+    if node.type.name == "OrderedDict":
+        return collections.OrderedDict(children)
+    if node.type.name == "state_dict":
+        made = collections.OrderedDict(children)
+        setattr(made, METADATA, versions_of(node))
+        return made
+    if node.type.name == "Counter":
+        return collections.Counter(children)
+    # A factory is a function; only built-in ones have names, others come from
+    # `similar`.
+    factory = FACTORIES.get(node.type.details[0]) if node.type.details else None
+    if isinstance(similar, collections.defaultdict):
+        factory = similar.default_factory
+    return collections.defaultdict(factory, children)
+
+
+def versions_of(group: Group) -> Any:
+    """Return the versions of modules in a state_dict; None of another group."""
+    if group.type is None or group.type.name != "state_dict":
+        return None
+    return collections.OrderedDict(json.loads(group.type.details[0]))
+
+
+def _sequence(node: Group, children: list[Any], similar: Any) -> Any:
+    if node.type is None:
+        return children if node.kind == "list" else tuple(children)
+    if node.type.name == "deque":
+        limit = int(node.type.details[0]) if node.type.details else None
+        return collections.deque(children, limit)
+    name, *fields = node.type.details
+    if len(fields) != len(children):
+        raise ValueError(f"a namedtuple {name!r} has {len(children)} fields")
+    if getattr(similar, "_fields", None) == (*fields,):
+        return type(similar)(*children)
+    return _namedtuple(name, *fields)(*children)
+
+
+@functools.lru_cache(maxsize=256)
+def _namedtuple(name: str, *fields: str) -> Any:
+    """Return a namedtuple class for one that this program may lack.
+
+    `collections.namedtuple` only accepts identifiers.
+    """
+    # rename=True instead of an exception; compared below.
+    made = collections.namedtuple(name, fields, rename=True)  # type: ignore[misc] # names are data
+    if made._fields != fields:
+        raise ValueError(f"{fields} cannot be the fields of a namedtuple")
+    return made
+
+
+def decode_leaf(leaf: Leaf, values: Mapping[int, Any]) -> Any:
+    """Return the array, number or text of a leaf."""
+    array = values.get(id(leaf), leaf.array)
+    if leaf.kind == "None":
+        return None
+    if leaf.kind == "array":
+        is_typed = leaf.role in (TENSOR, NDARRAY)
+        return Typed(array, leaf.role) if is_typed else array
+    if leaf.kind == "array scalar":
+        return array[()]
+    if leaf.kind in ("bytes", "np.bytes_"):
+        data = array.tobytes()
+        return data if leaf.kind == "bytes" else np.bytes_(data)
+    if leaf.kind in ("str", "np.str_"):
+        text = array.tobytes().decode("utf-8", "surrogatepass")
+        return text if leaf.kind == "str" else np.str_(text)
+    if leaf.kind == "int" and leaf.dtype == np.uint8:
+        return int(array.tobytes().decode("ascii"), 16)
+    if leaf.kind not in SCALARS or leaf.shape:
+        raise ValueError(f"a leaf has kind {leaf.kind!r} and shape {leaf.shape}")
+    return array.item()
 
 
 Path = tuple[str, ...]  # escaped names, from the root
@@ -451,7 +573,8 @@ def as_name(key: Any, path: Path) -> str:
 
 def readable(path: Path) -> str:
     """Return a path as shown in messages."""
-    return repr("/".join(map(unescape, path)))
+    text = "/".join(path)
+    return repr("/".join(map(unescape, path)) if "%" in text else text)
 
 
 def _percent(character: str) -> str:
@@ -464,46 +587,66 @@ _ML_TEXT = re.compile(r"bfloat16|float\w+|u?int[1-4]")
 Shape = tuple[int, ...]
 
 
-def is_native(dtype: np.dtype[Any]) -> bool:
+class Storage(NamedTuple):
+    """How HDF5 stores the bytes of an array of some dtype.
+
+    Args:
+      dtype: in the file; None if it is the array's own.
+      inner: further dimensions there: the characters of text.
+      text: for `original_dtype`; None for dtypes that HDF5 has itself.
+    """
+
+    dtype: np.dtype[Any] | None = None
+    inner: tuple[int, ...] = ()
+    text: str | None = None
+
+
+@functools.lru_cache(maxsize=1024)
+def storage(dtype: np.dtype[Any]) -> Storage | None:
+    """Return how HDF5 stores a dtype; None if it cannot be stored."""
+    if dtype.hasobject:
+        return None
+    if dtype.names is None and dtype.kind in "mM":
+        return Storage(np.dtype("i8").newbyteorder(dtype.byteorder), (), dtype.str)
+    if dtype.kind == "U" and dtype.itemsize:
+        characters = np.dtype("u4").newbyteorder(dtype.byteorder)
+        return Storage(characters, (dtype.itemsize // 4,), dtype.str)
+    if _is_native(dtype):
+        return Storage()
+    if dtype.names is None and dtype.itemsize in (1, 2) and _is_ml(dtype):
+        return Storage(np.dtype(f"u{dtype.itemsize}"), (), dtype.name)
+    return None
+
+
+def stored_as(leaf: Leaf) -> tuple[np.dtype[Any], Shape]:
+    """Return the dtype and shape with which HDF5 stores the bytes of an array."""
+    kind = storage(leaf.dtype)
+    assert kind is not None  # `encode_leaf` has refused others
+    dtype = leaf.dtype if kind.dtype is None else kind.dtype
+    return dtype, (*leaf.shape, *kind.inner)
+
+
+def _is_native(dtype: np.dtype[Any]) -> bool:
     """Return whether HDF5 returns the same dtype, apart from metadata."""
     with contextlib.suppress(TypeError, ValueError, KeyError):
-        found = h5py.h5t.py_create(dtype, logical=True).dtype
-        return bool(found == dtype) and dtype.itemsize > 0
+        stored = h5py.h5t.py_create(dtype, logical=True).dtype
+        return bool(stored == dtype) and dtype.itemsize > 0
     return False
 
 
-def stored_as(
-    dtype: np.dtype[Any], shape: Shape, name: str
-) -> tuple[np.dtype[Any], Shape]:
-    """Return the dtype and shape with which HDF5 stores the bytes of an array.
-
-    Raises:
-      DTypeError: the dtype cannot be stored. `name` is for the message.
-    """
+def _require_storage(dtype: np.dtype[Any], path: Path) -> None:
+    """Raise a DTypeError for a dtype that cannot be stored."""
+    if storage(dtype) is not None:
+        return
     if dtype.hasobject:
         raise DTypeError(
-            f"{name} has dtype {dtype}, with Python objects; a checkpoint contains no "
-            "pickles: convert it to an array of numbers"
+            f"{readable(path)} has dtype {dtype}, with Python objects; a checkpoint "
+            "contains no pickles: convert it to an array of numbers"
         )
-    if dtype.names is None and dtype.kind in "mM":
-        return np.dtype("i8").newbyteorder(dtype.byteorder), shape
-    if dtype.kind == "U" and dtype.itemsize:
-        order = dtype.byteorder
-        return np.dtype("u4").newbyteorder(order), (*shape, dtype.itemsize // 4)
-    if is_native(dtype):
-        return dtype, shape
-    if dtype.names is None and dtype.itemsize in (1, 2) and _is_ml(dtype):
-        return np.dtype(f"u{dtype.itemsize}"), shape
     raise DTypeError(
-        f"{name} has dtype {dtype}, which HDF5 does not have; convert it first"
+        f"{readable(path)} has dtype {dtype}, which HDF5 does not have; convert it "
+        "first"
     )
-
-
-def dtype_text(dtype: np.dtype[Any]) -> str | None:
-    """Return the text for `original_dtype`; None for HDF5's own dtypes."""
-    if dtype.names is None and dtype.kind in "mMU":
-        return str(dtype.str)
-    return None if is_native(dtype) else str(dtype.name)
 
 
 def original_dtype(
@@ -520,7 +663,8 @@ def original_dtype(
         dtype = _ml_dtype(text)
     else:
         raise ValueError(f"there is no dtype {text!r}")
-    if stored_as(dtype, (), "")[0] != stored:
+    expected = storage(dtype)
+    if expected is None or expected.dtype != stored:
         raise ValueError(f"dtype {text!r} is not stored as {stored}")
     if dtype.kind != "U":
         return dtype, shape
@@ -541,7 +685,7 @@ def _ml_dtype(name: str) -> np.dtype[Any]:
         import ml_dtypes
     except ImportError:
         raise ValueError(f"dtype {name!r} needs pip install ml_dtypes") from None
-    found = getattr(ml_dtypes, name, None)
-    if not isinstance(found, type) or not issubclass(found, np.generic):
+    scalar = getattr(ml_dtypes, name, None)
+    if not isinstance(scalar, type) or not issubclass(scalar, np.generic):
         raise ValueError(f"there is no dtype {name!r}")
-    return np.dtype(found)
+    return np.dtype(scalar)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
-from mpidist.comm.consensus.signatures import CallSignature
+from mpidist.comm.consensus.consensus import Fields
 from mpidist.data.hdf5.shard_writer import (
     FieldSpec,
     ShardWriter,
@@ -130,11 +130,14 @@ class Hdf5Writer:
             whole = validation.absolute("path", path)
             return named, whole, clean_name(dataset), storage
 
+        def agreed(checked: tuple[Path, Path, str, StorageOptions]) -> Fields:
+            named, _, dataset, storage = checked
+            where = ("path", str(named)), ("dataset", dataset)
+            return (*where, ("storage", str(storage)), ("overwrite", str(overwrite)))
+
         consensus = self._extended.consensus
-        named, self._path, self._dataset, storage = consensus.guard(_OPEN, check)
-        where = (("path", str(named)), ("dataset", self._dataset))
-        how = (("storage", str(storage)), ("overwrite", str(self._overwrite)))
-        consensus.require_same(CallSignature(_OPEN, where + how))
+        checked = consensus.run(_OPEN, check, same=agreed)
+        _, self._path, self._dataset, storage = checked
         consensus.root_only(_OPEN, self._checked(self._require_free))
         self._or_discard(lambda: self._create(storage))
 
@@ -217,15 +220,16 @@ class Hdf5Writer:
             self._shard = ShardWriter(path, storage)
             return self._shard.temporary.name
 
-        name = extended.consensus.guard(_OPEN, create)
-        names = extended.consensus.gather(_OPEN, name)
+        name = extended.consensus.run(_OPEN, create)
+        names = extended.consensus.gather_objects(_OPEN, lambda: name)
         look = functools.partial(_require_visible, self._path.parent, names)
         extended.consensus.root_only(_OPEN, look)
 
     def _complete(self) -> None:
         consensus = self._extended.consensus
         self._extended.topology.require_open()
-        parts = consensus.gather(_CLOSE, consensus.guard(_CLOSE, self._finish))
+        part = consensus.run(_CLOSE, self._finish, yield_cpu=True)
+        parts = consensus.gather_objects(_CLOSE, lambda: part)
         # Raises the same on all ranks
         fields = common_fields(_CLOSE, [part.fields for part in parts])
         write = functools.partial(self._write_index, parts, fields)
@@ -250,8 +254,7 @@ class Hdf5Writer:
         assert self._shard is not None
         consensus = self._extended.consensus
         try:
-            publish = CallSignature(_CLOSE), self._shard.publish
-            self._extended.run_collectively(*publish)
+            consensus.run(_CLOSE, self._shard.publish)
             consensus.root_only(_CLOSE, self._checked(self._publish_index))
         except Exception as error:
             # A rank that is lost may have published the index, which needs the shards
@@ -332,8 +335,8 @@ def _find_output(index: Path) -> list[Path]:
     )
     names = set(os.listdir(index.parent))
     shards = sorted(name for name in names if pattern.fullmatch(name))
-    found = [index.name] if index.name in names else []
-    return [index.with_name(name) for name in found + shards]
+    indices = [index.name] if index.name in names else []
+    return [index.with_name(name) for name in indices + shards]
 
 
 def _require_no_output(index: Path) -> None:

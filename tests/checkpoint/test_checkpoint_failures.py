@@ -14,7 +14,7 @@ import pytest
 
 import mpidist
 from mpidist import CheckpointError
-from mpidist.checkpoint.save import Saving
+from mpidist.checkpoint.save import Copies, Saving
 
 LARGE = 600_000  # numbers, of which each rank writes a part
 
@@ -328,3 +328,32 @@ def test_nobody_waits_for_a_rank_that_does_not_save(strategy, comm, mpi_tmp_path
     manager.wait()
     assert manager.latest_checkpoint.endswith("ckpt-1.h5")
     comm.Barrier()
+
+
+@pytest.mark.parametrize("is_background", [False, True])
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_all_ranks_fail_and_there_is_no_checkpoint_or_none_does(
+    strategy, comm, mpi_tmp_path, monkeypatch, size, is_background
+):
+    """The last rank runs out of memory between the agreement and the files."""
+    manager = make(strategy, mpi_tmp_path, size, is_background)
+
+    def fail(*arguments, **options):
+        raise MemoryError("no memory for copies")
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(Copies, "replace", fail)
+    try:
+        save(manager, 1)
+        manager.wait()
+        is_saved = True
+    except MemoryError:
+        is_saved = False
+    comm.Barrier()
+    assert comm.allgather(is_saved) == [is_saved] * comm.size
+    assert bool(os.listdir(mpi_tmp_path)) == is_saved
+    comm.Barrier()
+    monkeypatch.undo()
+    save(manager, 2)
+    manager.restore_or_initialize()
+    require(manager, 2)

@@ -16,7 +16,6 @@ from mpi4py import MPI
 import mpidist
 from mpidist import CheckpointError
 from mpidist.checkpoint import format as headers
-from mpidist.checkpoint import layout
 from mpidist.checkpoint.format import Header, read_header
 from mpidist.checkpoint.reading import read_tree
 
@@ -146,7 +145,7 @@ def test_removing_old_shards_does_not_wait_for_a_fifo(tmp_path):
 
 def test_very_many_small_arrays_can_still_be_saved(tmp_path, monkeypatch):
     """Those of a few KiB are checked in blocks; tiny ones are refused at saving."""
-    monkeypatch.setattr(layout, "LARGEST_STRUCTURE_BYTES", 1 << 20)
+    monkeypatch.setattr(headers, "LARGEST_STRUCTURE_BYTES", 1 << 20)
     alone = mpidist.MirroredStrategy(communicator=MPI.COMM_SELF)
     arrays = {str(i): np.full(5_000, i, "f4") for i in range(60)}
     path = mpidist.Checkpoint(strategy=alone, arrays=arrays).write(tmp_path / "x")

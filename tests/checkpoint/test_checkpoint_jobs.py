@@ -15,6 +15,7 @@ from mpi4py import MPI
 import mpidist
 from mpidist import CheckpointError
 from mpidist.checkpoint import directory as directories
+from mpidist.checkpoint.format import lock
 
 # What another job does: restore, then save in some way; each rank prints its error
 JOB = """
@@ -181,7 +182,7 @@ def test_a_job_that_was_started_again_waits_for_the_old_one(
     looks = []
     if comm.rank == 0:
         old = os.open(path, os.O_RDONLY)
-        assert directories.lock(old)
+        assert lock(old)
 
         is_locked = directories.is_locked
 
@@ -319,7 +320,7 @@ def test_a_manager_leaves_files_that_a_running_job_writes(strategy, comm, mpi_tm
             path = mpi_tmp_path / name
             path.write_bytes(b"")
             descriptors.append(os.open(path, os.O_RDONLY))
-            assert directories.lock(descriptors[-1])
+            assert lock(descriptors[-1])
     comm.Barrier()
     manager = make(strategy, mpi_tmp_path)
     save(manager, 1)

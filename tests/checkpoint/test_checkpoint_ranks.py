@@ -13,7 +13,8 @@ from mpidist import CheckpointError
 from mpidist import VariableAggregation as Aggregation
 from mpidist import VariableSynchronization as Synchronization
 from mpidist.checkpoint import save
-from mpidist.checkpoint.layout import boxes, cut, shard_count
+from mpidist.checkpoint.format import boxes
+from mpidist.checkpoint.save import cut, shard_count
 from mpidist.util.files import AtomicFile
 
 LARGE = (3, 70_000, 2)  # of which shards get parts that are no whole rows

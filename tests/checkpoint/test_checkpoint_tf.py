@@ -300,3 +300,19 @@ def test_a_filename_of_tensorflows_record_is_of_no_use(tmp_path):
     with pytest.raises(ValueError, match="latest_filename"):
         mpidist.latest_checkpoint(tmp_path, "checkpoint")
     assert mpidist.latest_checkpoint(tmp_path, None) is None
+
+
+def test_a_container_of_a_model_may_mix_arrays_and_numbers(strategy, mpi_tmp_path):
+    model = Model(np.zeros(1))
+    model.mixed = {"w": np.zeros(2), "steps": 3, "names": ["x", np.ones(1)]}
+    checkpoint = mpidist.Checkpoint(model, strategy=strategy)
+    path = checkpoint.save(mpi_tmp_path / "ckpt")
+    model.mixed["steps"] = 4
+    model.mixed["w"][:] = 1
+    checkpoint.save(mpi_tmp_path / "ckpt")
+    checkpoint.restore(path).assert_consumed()
+    assert model.mixed["steps"] == 3
+    assert model.mixed["w"].tolist() == [0, 0]
+    model.mixed = {"steps": 3}
+    with pytest.raises(mpidist.ArgumentTypeError, match="was saved before, but"):
+        checkpoint.save(mpi_tmp_path / "ckpt")
