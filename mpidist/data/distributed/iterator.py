@@ -226,14 +226,15 @@ class DistributedIterator:
         """
         self._require_callable("set_state")
         plan, consensus = self._plan, self._plan.extended.consensus
-        # A wrong state on one rank raises on all ranks, before anything has changed.
-        epoch, step = consensus.guard(
-            _SET_STATE, lambda: read_state(state, plan.origin, plan.pipeline)
-        )
-        where = ("dataset", plan.serial), ("epoch", epoch.number), ("step", step)
-        # States that differ between ranks are found here, entropy included.
-        consensus.require_same(
-            CallSignature(_SET_STATE, (*where, ("the state's entropy", epoch.entropy)))
+
+        def describe(at: tuple[Epoch, int]) -> list[tuple[str, Any]]:
+            epoch, step = at
+            where = [("dataset", plan.serial), ("epoch", epoch.number), ("step", step)]
+            return [*where, ("the state's entropy", epoch.entropy)]
+
+        # A wrong state on one rank raises on all, before anything has changed
+        epoch, step = consensus.run(
+            _SET_STATE, read_state, state, plan.origin, plan.pipeline, same=describe
         )
         # Threads of the old position end before files are opened at the new one.
         self.close()
@@ -271,8 +272,9 @@ class DistributedIterator:
         """Skip the first steps of generators. Collective."""
         plan, consensus = self._plan, self._plan.extended.consensus
         try:
-            skipped = consensus.guard(_SET_STATE, lambda: self._prefetcher.skip(steps))
-            skipped_by_rank = consensus.gather(_SET_STATE, skipped)
+            skipped_by_rank = consensus.gather_objects(
+                _SET_STATE, lambda: self._prefetcher.skip(steps)
+            )
             # With own data per replica, those with less data may have ended before
             if (
                 min(skipped_by_rank) if plan.is_global else max(skipped_by_rank)
@@ -334,13 +336,13 @@ class DistributedIterator:
         where = ("dataset", plan.serial), ("epoch", self._epoch.number)
         if not plan.is_open_ended:
             return self._agree_on_rows(where)
-        consensus = plan.extended.consensus
-        local_batch = consensus.guard(_NEXT, self._read)
-        # The replica's own batch may be missing; then it needs an empty one like the
-        # others'.
+        # This replica's own batch may be missing; then it needs an empty one like the
+        # others'
         if not plan.is_global:
-            return self._fill_in((*where, ("step", step)), local_batch)
-        consensus.require_same(global_call(_NEXT, where, step, local_batch))
+            return self._read_own((*where, ("step", step)))
+        local_batch = self._agree_on(
+            self._read, lambda batch: global_call(_NEXT, where, step, batch)
+        )
         self._template = local_batch.template if local_batch else self._template
         return local_batch
 
@@ -366,13 +368,30 @@ class DistributedIterator:
         Raises:
           MismatchError: functions make other dtypes on some replicas.
         """
+
+        def describe(_: T) -> CallSignature:
+            kinds = self._prefetcher.kinds
+            if kinds is None or not self._plan.is_global:
+                return call
+            return call._replace(spec=kinds.spec, leaves=kinds.dtypes)
+
+        return self._agree_on(read, describe, yield_cpu=True)
+
+    def _agree_on(
+        self,
+        read: Callable[[], T],
+        describe: Callable[[T], CallSignature],
+        yield_cpu: bool = False,
+    ) -> T:
+        """Return `read()`; see `Consensus.run`. Collective."""
         consensus = self._plan.extended.consensus
-        result = consensus.guard(call.operation, read)
-        kinds = self._prefetcher.kinds
-        if kinds is not None and self._plan.is_global:
-            call = call._replace(spec=kinds.spec, leaves=kinds.dtypes)
-        consensus.require_same(call, yield_cpu=True)
-        return result
+        try:
+            return consensus.run(_NEXT, read, same=describe, yield_cpu=yield_cpu)
+        except Exception:
+            raise
+        except BaseException as error:  # this rank alone exits, or is interrupted
+            consensus.leave(error)
+            raise
 
     def _agree_on_group(self, call: CallSignature, group: int) -> None:
         """Agree with all replicas whether a group was read. Collective.
@@ -404,22 +423,23 @@ class DistributedIterator:
         else:
             progress.set(self._progress_key, step)
 
-    def _fill_in(self, where: Any, local_batch: LocalBatch | None) -> LocalBatch | None:
+    def _read_own(self, where: Any) -> LocalBatch | None:
         """Return the batch, or one without rows while others have rows. Collective.
 
         In the first step, replicas exchange the specs of their batches.
         """
         is_first, consensus = self._template is None, self._plan.extended.consensus
+        batches: list[LocalBatch | None] = []  # the one that `read` returned
 
-        def describe() -> Any:
-            return local_batch is not None and (
-                not is_first or BatchSpec.of(local_batch.template)
+        def read() -> Any:
+            batches.append(batch := self._read())
+            return where, batch is not None and (
+                not is_first or BatchSpec.of(batch.template)
             )
 
-        sent = where, consensus.guard(_NEXT, describe)
-        everyone = consensus.gather(_NEXT, sent)
-        require_equal(_NEXT, "the place", [place for place, _ in everyone])
-        specs = [spec for _, spec in everyone]
+        by_rank = consensus.gather_objects(_NEXT, read)
+        require_equal(_NEXT, "the place", [place for place, _ in by_rank])
+        specs = [spec for _, spec in by_rank]
         if not any(specs):
             return None
         if not all(specs):
@@ -427,8 +447,11 @@ class DistributedIterator:
         if is_first:
             texts = [spec.text if spec else "missing" for spec in specs]
             require_equal(_NEXT, "the batch", texts)
+        local_batch = batches[0]
         if local_batch is not None:
             self._template = local_batch.template
+        if all(specs):
+            return local_batch
 
         def fill() -> LocalBatch:
             if self._template is None:  # on this rank the class may not exist
@@ -437,9 +460,7 @@ class DistributedIterator:
                 prefetch.empty_on_device(self._plan, self._template)
             )
 
-        if all(specs):
-            return local_batch
-        return self._plan.extended.run_collectively(CallSignature(_NEXT), fill)
+        return consensus.run(_NEXT, fill)
 
     def _require_replaceable(self, specs: Sequence[Any], is_first: bool) -> None:
         """Raise, on all ranks, if ranks that ended cannot get batches without rows."""

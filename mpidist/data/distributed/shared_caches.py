@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.data import combining
 from mpidist.data.caching import (
     Cache,
@@ -175,27 +174,22 @@ def _make(
         first_rows.append(_first_rows(parent, epoch, first))
         return row_spec(first_rows[0])
 
-    # Rank 0 reads rows and sends their spec; all ranks read if it cannot be pickled
-    # The others need not read: they may not even see the file yet.
-    pickled = consensus.root_only(_CALL, lambda: _pickle(read_spec()))
-    spec = consensus.guard(
-        _CALL, lambda: pickle.loads(pickled) if pickled else read_spec()
-    )
-    assert parent.length is not None
-    # Room for whole batches: row j of batch i lies at i * batch_size + j.
-    fields = fields_of(spec, parent.length * (parent.batch_size or 1))
-    storage = extended.node_memory.allocate(owner, fields, (epoch, spec))
-    cache = NodeCache(parent, storage, owner, first)
-
-    def fill() -> None:
-        # Only ranks that have read rows fill them in; rows are the same on all.
-        for rows in first_rows[:1]:
+    def make() -> NodeCache:
+        # Rank 0 reads rows and sends their spec: the others may not see the file yet.
+        # All ranks read if it cannot be pickled.
+        pickled = consensus.root_only(_CALL, lambda: _pickle(read_spec()))
+        spec = pickle.loads(pickled) if pickled else read_spec()
+        assert parent.length is not None
+        # Room for whole batches: row j of batch i lies at i * batch_size + j
+        fields = fields_of(spec, parent.length * (parent.batch_size or 1))
+        storage = extended.node_memory.allocate(owner, fields, (epoch, spec))
+        cache = NodeCache(parent, storage, owner, first)
+        for rows in first_rows[:1]:  # on the ranks that have read them
             cache.fill(rows)
+        return cache
 
-    extended.run_collectively(
-        CallSignature(_CALL), fill
-    )  # so that no rank reads these rows again
-    return cache
+    # Ranks agree once rows are filled in, so that none reads these again
+    return consensus.run(_CALL, make)
 
 
 def _first_rows(parent: MapDataset, epoch: Epoch, first: BatchShare) -> Any:
