@@ -186,7 +186,7 @@ class Batch(MapTransformation):
 
     def rebatch(self, workers: int) -> MapDataset:
         # Rounded up, as TensorFlow's rebatching does: no rank gets batches of 0 rows.
-        share = -(-self._batch_size // workers)
+        share = sharding.largest_share(self._batch_size, workers)
         return Batch(self._parent, share, self._drop_remainder)
 
     def element_spec(self) -> Any:
@@ -352,7 +352,7 @@ class IterBatch(IterTransformation):
         return True
 
     def rebatch(self, workers: int) -> IterDataset:
-        share = -(-self._batch_size // workers)
+        share = sharding.largest_share(self._batch_size, workers)
         return IterBatch(self._parent, share, self._drop_remainder)
 
     def iterate(self, epoch: Epoch) -> Iterator[Any]:

@@ -38,6 +38,7 @@ from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import validation
+from mpidist.util.shares import BatchShare
 
 __all__ = ["Exchanges"]
 
@@ -334,11 +335,8 @@ class Exchanges:
         """Return how many rows each rank gets: by default the same, or almost."""
         ranks = self._consensus.size
         if lengths is None:
-            # The contract of slices of batches: ceil(rows / ranks) for each, fewer or
-            # none for the last ranks.
-            share = -(-rows // ranks)
-            starts = [min(rank * share, rows) for rank in range(ranks + 1)]
-            return [stop - start for start, stop in itertools.pairwise(starts)]
+            slices = [BatchShare(ranks, rank).of(rows) for rank in range(ranks)]
+            return [own.stop - own.start for own in slices]
         if isinstance(lengths, str | bytes) or not hasattr(lengths, "__len__"):
             raise ArgumentTypeError(
                 "lengths must be a list with the number of rows for each replica, not "

@@ -30,7 +30,7 @@ from mpidist.data.distributed.shared_caches import require_shareable, share
 from mpidist.data.iter_dataset import IterDataset
 from mpidist.data.iterator import EpochCounter, Origin
 from mpidist.data.map_dataset import Epoch, MapDataset
-from mpidist.data.sharding import BatchShare, even_sizes
+from mpidist.data.sharding import BatchShare, even_sizes, largest_share
 from mpidist.data.sources import IndexedSource
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.options import AutoShardPolicy, InputOptions
@@ -483,7 +483,7 @@ def summarize(plan: ReadPlan) -> str:
     elif rows is None:
         parts.append(f"each divided over {replicas} replicas")
     else:
-        share = -(-rows // replicas)
+        share = largest_share(rows, replicas)
         parts.append(f"{_count(rows, 'row')} in each, {share:,} for a replica")
     return ", ".join(parts)
 

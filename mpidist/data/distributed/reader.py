@@ -23,7 +23,7 @@ from mpidist.data.map_dataset import (
     MapDataset,
     OpenSources,
 )
-from mpidist.data.sharding import WHOLE, BatchShare
+from mpidist.data.sharding import WHOLE, BatchShare, largest_share
 from mpidist.errors import ArgumentError, DataError
 from mpidist.options import AutoShardPolicy, InputOptions
 from mpidist.util import nest
@@ -359,7 +359,7 @@ def steps_per_read(pipeline: MapDataset, replicas: int) -> int:
     if row_bytes is None or rows is None or pipeline.parallel_calls > 1:
         return 1
     # What one rank reads of a step; its own share decides the size of a group.
-    step_bytes = max(1, row_bytes * -(-rows // replicas))
+    step_bytes = max(1, row_bytes * largest_share(rows, replicas))
     return max(1, *(min(most // step_bytes, steps) for most, steps in _GROUPS))
 
 
