@@ -41,8 +41,8 @@ from mpidist.checkpoint.tree import (
     stored_as,
     tree_of_nodes,
 )
-from mpidist.data.hdf5.shard_writer import escape_source
 from mpidist.errors import CheckpointError
+from mpidist.hdf5.shard_writer import escape_source
 from mpidist.util.files import replace_file
 
 __all__ = [

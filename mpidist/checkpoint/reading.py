@@ -50,7 +50,7 @@ from mpidist.checkpoint.tree import (
     unescape,
 )
 from mpidist.comm.consensus.signatures import CallSignature
-from mpidist.data.hdf5.index import contiguous_offset
+from mpidist.hdf5.index import contiguous_offset
 from mpidist.strategy.extended import StrategyExtended
 
 __all__ = ["decode", "load", "read_tree", "versions_of"]

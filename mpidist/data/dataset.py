@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from mpidist.data import batching, combining
 from mpidist.data.elements import as_element, stack
-from mpidist.data.hdf5.files import check_names, list_files
-from mpidist.data.hdf5.rows import Hdf5Rows
 from mpidist.data.iter_dataset import UNKNOWN_CARDINALITY, GeneratorDataset, IterDataset
 from mpidist.data.iterator import (
     DatasetIterator,
@@ -32,6 +30,8 @@ from mpidist.data.iterator import (
 from mpidist.data.map_dataset import INFINITE_CARDINALITY, MapDataset, SourceMapDataset
 from mpidist.data.sources import ArrayRows, RangeRows
 from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from mpidist.hdf5.files import check_names, list_files
+from mpidist.hdf5.read import Hdf5Rows
 from mpidist.options import MOST_BUFFERED, AutoShardPolicy, Options
 from mpidist.util import near_misses, nest, validation
 from mpidist.util.representation import counted, html_table, one_line

@@ -14,46 +14,16 @@ canonical nodes for this.)
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import numpy as np
 
 from mpidist.data.sharding import Indices, Permutation, mix_seed
+from mpidist.hdf5.chunks import ChunkLayout
 
 __all__ = ["STRIPE_ROWS", "ChunkShuffle", "ChunkLayout"]
 
-_BLOCK_BYTES = 256 << 20
-_BLOCK_CHUNKS = 64
 STRIPE_ROWS = range(16, 33)
-
-
-@dataclasses.dataclass(frozen=True)
-class ChunkLayout:
-    """How rows are stored in chunks.
-
-    Args:
-      lengths: number of rows of each run (file); each run starts a new chunk.
-      rows: number of rows of a chunk; the last chunk of a run may have fewer.
-      row_bytes: bytes of a row in memory.
-      is_costly: whether reading one row costs as much as reading its chunk.
-    """
-
-    lengths: tuple[int, ...]
-    rows: int
-    row_bytes: int
-    is_costly: bool
-
-    @functools.cached_property
-    def count(self) -> int:
-        """The number of chunks."""
-        return sum(-(-length // self.rows) for length in self.lengths)
-
-    @property
-    def default_block_chunks(self) -> int:
-        """The default size of a shuffle block: 64 chunks, or at most 256 MiB."""
-        fitting = _BLOCK_BYTES // max(1, self.rows * self.row_bytes)
-        return min(max(1, fitting), _BLOCK_CHUNKS)
 
 
 class _ChunkSequence:

@@ -1,4 +1,4 @@
-"""Raw access to the bytes of a file, by `preadv`.
+"""Open files: their bytes, by `preadv`, or by h5py; and the names that users give.
 
 A memory map would be faster for short rows in random order, but a disk error or a file
 that is truncated meanwhile would kill the process by SIGBUS; a read returns an error.
@@ -6,21 +6,32 @@ that is truncated meanwhile would kill the process by SIGBUS; a read returns an 
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import errno
 import glob
 import itertools
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import numpy.typing as npt
 
-from mpidist.data.hdf5.index import FileState, state_of
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
+from mpidist.hdf5.index import (
+    DatasetIndex,
+    FileIndex,
+    FileState,
+    kind_of,
+    state_of,
+)
+from mpidist.hdf5.linked_files import open_hdf5
 from mpidist.util import validation
 from mpidist.util.buffers import Buffers
 from mpidist.util.files import open_regular
@@ -28,11 +39,11 @@ from mpidist.util.mounts import is_local, lateness, wait_for_file
 
 __all__ = [
     "Map",
+    "OpenFiles",
     "RawFile",
     "check_names",
     "list_files",
     "pieces_of",
-    "wait_until_seen",
 ]
 
 
@@ -218,7 +229,7 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_size, status.st_mtime_ns, min(status.st_nlink, 1)
 
 
-def wait_until_seen(state: FileState) -> None:
+def _wait_until_seen(state: FileState) -> None:
     """Wait a while for a file that another node has seen and this one does not."""
     if state.node != os.uname().nodename:
         wait_for_file(state.path, _LATE_SECONDS)
@@ -271,6 +282,133 @@ def _spans_of(places: Offsets, starts: Offsets, size_bytes: int) -> tuple[Spans,
     is_in_order = edges[0] == edges[1]
     spans = np.stack([first, count])
     return spans[:, is_in_order], spans[:, ~is_in_order]
+
+
+_OPEN_FILES = 128
+_FEW_FILES = 16  # up to so many are checked at each read
+
+
+class OpenFiles:
+    """Cache of open files by path, as bytes and by h5py. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._raw: collections.OrderedDict[Path, Any] = collections.OrderedDict()
+        self._hdf5: collections.OrderedDict[Path, Any] = collections.OrderedDict()
+        # States when this process first opened them, kept when files are closed
+        self._states: dict[Path, FileState] = {}
+        self._other_states: dict[Path, FileState] = {}
+        # Files whose many sources were checked since `check_others`
+        self._checked: set[Path] = set()
+        self._lock = threading.RLock()
+
+    def raw(self, path: Path, file_index: FileIndex) -> RawFile:
+        """Return a file as bytes; it must be unchanged since it was indexed."""
+        # Once this process has opened the file, what it saw then counts: another rank
+        # may have indexed a copy of it.
+        expected = self._states.get(path, file_index.state)
+        file: RawFile = self._opened(self._raw, path, lambda: RawFile(path, expected))
+        self._states.setdefault(path, file.state)
+        return file
+
+    def by_h5py(
+        self,
+        path: Path,
+        file_index: FileIndex,
+        index: DatasetIndex,
+        read: Callable[[h5py.Dataset], Any],
+    ) -> Any:
+        """Return `read(dataset)`; the dataset must be unchanged since it was indexed.
+
+        One thread at a time: h5py serialises calls anyway, and is not safe everywhere.
+        """
+        with self._lock:
+            if path not in self._hdf5 and path == file_index.path:
+                # HDF5 returns zeros for sources that it does not see
+                for state in (file_index.state, *file_index.others):
+                    _wait_until_seen(state)
+            result = self._by_h5py(path, index, read)
+            if not file_index.is_being_written:
+                # HDF5 returns zeros for bytes beyond the end of a truncated file
+                self.raw(path, file_index).require_unchanged()
+                self._require_others_unchanged(path, file_index)
+            return result
+
+    def check_others(self) -> None:
+        """Check the sources of files with many of them again at the next read."""
+        # Many sources are checked once per epoch instead of at each read.
+        with self._lock:
+            self._checked.clear()
+
+    def _require_others_unchanged(self, path: Path, file_index: FileIndex) -> None:
+        """Raise a DataError if a linked file or VDS source has changed."""
+        # A rank that has its own path of the file may have its own sources, too
+        if path != file_index.path or path in self._checked:
+            return
+        for before in file_index.others:
+            expected = self._other_states.setdefault(before.path, before)
+            if changes := expected.changes_to(state_of(before.path), is_shared=False):
+                raise DataError(
+                    f"{before.path}, a source of this file, was changed: "
+                    f"{', '.join(changes)}; a file must not change while it is read; "
+                    "create a new dataset to read its present contents"
+                )
+        if len(file_index.others) > _FEW_FILES:
+            self._checked.add(path)
+
+    def _by_h5py(
+        self, path: Path, index: DatasetIndex, read: Callable[[h5py.Dataset], Any]
+    ) -> Any:
+        file = self._opened(self._hdf5, path, lambda: open_hdf5(path))
+        dataset = file[index.name]
+        # None where it is no dataset any more: the file was replaced.
+        kind = kind_of(dataset) if isinstance(dataset, h5py.Dataset) else None
+        if index.dtype.kind == "c" and kind == (index.shape, _swapped(index)):
+            # HDF5 sorts the members of a compound type at its first conversion
+            return read(dataset.astype(index.dtype))
+        if kind != (index.shape, index.dtype):
+            raise DataError(
+                f"it was {(index.shape, index.dtype)} and is now {kind}; a file "
+                "must not change while it is read"
+            )
+        return read(dataset)
+
+    def close(self) -> None:
+        """Close all files; a read of bytes in another thread still completes."""
+        with self._lock:
+            # Raw files stay open as long as readers hold them.
+            self._raw.clear()
+            while self._hdf5:
+                self._hdf5.popitem()[1].close()
+
+    def _opened(
+        self,
+        files: collections.OrderedDict[Path, Any],
+        path: Path,
+        open_file: Callable[[], Any],
+    ) -> Any:
+        with self._lock:
+            if path not in files:
+                files[path] = self._try_to_open(open_file)
+            files.move_to_end(path)
+            # The least recently used one.
+            if len(files) > _OPEN_FILES:
+                files.popitem(last=False)
+            return files[path]
+
+    def _try_to_open(self, open_file: Callable[[], Any]) -> Any:
+        try:
+            return open_file()
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            self.close()  # the limit of open files is lower than ours
+            return open_file()
+
+
+def _swapped(index: DatasetIndex) -> np.dtype[Any]:
+    """Return the dtype of complex numbers with the imaginary part first."""
+    part = f"{index.dtype.byteorder}f{index.dtype.itemsize // 2}"
+    return np.dtype([("i", part), ("r", part)])
 
 
 _LONGEST = 4096  # of a name in a file, in bytes, with its groups
