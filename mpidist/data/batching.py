@@ -231,6 +231,8 @@ class Batch(MapTransformation):
         )
         # One read for all steps of the group; the batches are cut out as views.
         rows = self._parent.elements(epoch, positions)
+        if type(rows) is np.ndarray:
+            return map(rows.__getitem__, cuts)
         leaves = _leaves(rows)
         batches = zip(*[map(leaf.__getitem__, cuts) for leaf in leaves], strict=True)
         if leaves is rows:  # a flat tuple, the usual case

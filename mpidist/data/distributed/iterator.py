@@ -12,9 +12,15 @@ from typing import Any, NamedTuple, TypeVar
 
 from mpidist import context, values
 from mpidist.comm.consensus.signatures import CallSignature, group_by_rank, name_ranks
-from mpidist.data.distributed import prefetch
-from mpidist.data.distributed.prefetch import Prefetcher
-from mpidist.data.distributed.reader import LocalBatch, ReadPlan
+from mpidist.data.distributed.reader import (
+    LocalBatch,
+    Prefetcher,
+    ReadPlan,
+    UnreadError,
+    device_put,
+    empty_on_device,
+    start_reader,
+)
 from mpidist.data.distributed.shared_caches import reorder
 from mpidist.data.iterator import EpochCounter, make_state, read_state
 from mpidist.data.map_dataset import Epoch
@@ -37,10 +43,6 @@ __all__ = [
 T = TypeVar("T")
 _NEXT = "next of a distributed dataset"
 _SET_STATE = "set_state of a distributed dataset"
-
-
-class _UnreadError(Exception):
-    """A step of a group cannot be read; earlier steps of the group may be readable."""
 
 
 class DistributedIterator:
@@ -91,7 +93,7 @@ class DistributedIterator:
         self._agreed_until = 0  # all replicas have their batches before this step
         self._per_step_until = 0  # before this step, replicas agree on each step
         self._prefetcher = Prefetcher(
-            prefetch.start_reader(self._plan, epoch),
+            start_reader(self._plan, epoch),
             self._depth,
             self._plan.threads,
             self._plan.cardinality,
@@ -328,8 +330,7 @@ class DistributedIterator:
     def _agree(self) -> LocalBatch | None:
         """Return this replica's batch once all replicas have theirs. Collective."""
         plan, step = self._plan, self._step
-        # The replicas have already agreed on the group of this step
-        # No communication: this is the fast path of a step.
+        # The replicas have already agreed on the group of this step: the fast path
         if step < self._agreed_until:
             self._record_progress(step + 1)
             return self._read()
@@ -340,80 +341,60 @@ class DistributedIterator:
         # others'
         if not plan.is_global:
             return self._read_own((*where, ("step", step)))
-        local_batch = self._agree_on(
-            self._read, lambda batch: global_call(_NEXT, where, step, batch)
-        )
+
+        def describe(batch: LocalBatch | None) -> CallSignature:
+            return global_call(_NEXT, where, step, batch)
+
+        local_batch = self._agree_on(describe, self._read)
         self._template = local_batch.template if local_batch else self._template
         return local_batch
 
     def _agree_on_rows(self, where: Any) -> LocalBatch | None:
-        """Return this replica's batch; replicas agree once per step group."""
-        # `most` is the same on all ranks; a rank near its end may have fewer steps.
-        most = 1 if self._agrees_per_step else self._prefetcher.max_group_size
-        group = min(most, self._prefetcher.group_size(self._step))
-        call = CallSignature(
-            _NEXT, (*where, ("steps at a time", most)), step=self._step
-        )
-        if group > 1:
-            # One collective for the whole group of steps.
-            self._agree_on_group(call, group)
-            self._record_progress(self._step + 1)
-        if self._step < self._agreed_until:
-            return self._read()
-        return self._read_alike(call, self._read)
+        """Return this replica's batch; replicas agree once per step group.
 
-    def _read_alike(self, call: CallSignature, read: Callable[[], T]) -> T:
-        """Return `read()`; raise on all replicas if it fails on one. Collective.
+        In a group with an error they agree on each step.
 
         Raises:
           MismatchError: functions make other dtypes on some replicas.
         """
+        step, prefetcher = self._step, self._prefetcher
+        # `most` is the same on all ranks; a rank near its end may have fewer steps
+        most = 1 if self._agrees_per_step else prefetcher.max_group_size
+        stop = step + min(most, prefetcher.group_size(step))
+        call = CallSignature(_NEXT, (*where, ("steps at a time", most)), step=step)
 
-        def describe(_: T) -> CallSignature:
-            kinds = self._prefetcher.kinds
-            if kinds is None or not self._plan.is_global:
+        def describe(_: object) -> CallSignature:
+            if (kinds := prefetcher.kinds) is None or not self._plan.is_global:
                 return call
             return call._replace(spec=kinds.spec, leaves=kinds.dtypes)
 
-        return self._agree_on(read, describe, yield_cpu=True)
+        if stop - step > 1:
+            if step >= self._per_step_until:
+                try:
+                    self._agree_on(describe, prefetcher.require_group, step)
+                    steps = self._plan.cardinality
+                    self._agreed_until = stop if steps < 0 else min(stop, steps)
+                except UnreadError:  # on all replicas
+                    self._per_step_until = stop
+            self._record_progress(step + 1)
+        if step < self._agreed_until:
+            return self._read()
+        return self._agree_on(describe, self._read)
 
     def _agree_on(
-        self,
-        read: Callable[[], T],
-        describe: Callable[[T], CallSignature],
-        yield_cpu: bool = False,
+        self, describe: Callable[[T], CallSignature], read: Callable[..., T], *args: Any
     ) -> T:
-        """Return `read()`; see `Consensus.run`. Collective."""
+        """Return `read(*args)`; see `Consensus.run`. Collective."""
         consensus = self._plan.extended.consensus
+        # Other threads may still read: leave them the core
+        yields = not self._plan.is_open_ended
         try:
-            return consensus.run(_NEXT, read, same=describe, yield_cpu=yield_cpu)
+            return consensus.run(_NEXT, read, *args, same=describe, yield_cpu=yields)
         except Exception:
             raise
         except BaseException as error:  # this rank alone exits, or is interrupted
             consensus.leave(error)
             raise
-
-    def _agree_on_group(self, call: CallSignature, group: int) -> None:
-        """Agree with all replicas whether a group was read. Collective.
-
-        Does nothing in a group with an error: there, replicas agree on each step.
-        """
-        step = self._step
-        # A step of this group failed to be read on some rank: go step by step.
-        if step < self._per_step_until:
-            return
-
-        def read() -> None:
-            if not self._prefetcher.can_read_group(step):
-                raise _UnreadError
-
-        try:
-            self._read_alike(call, read)
-        except _UnreadError:  # on all replicas
-            self._per_step_until = step + group
-        else:
-            steps = self._plan.cardinality
-            self._agreed_until = step + group if steps < 0 else min(step + group, steps)
 
     def _record_progress(self, step: int | None) -> None:
         """Record this replica's step, which the next collective compares."""
@@ -457,7 +438,7 @@ class DistributedIterator:
             if self._template is None:  # on this rank the class may not exist
                 self._template = next(spec for spec in specs if spec).load()
             return local_batch or LocalBatch(
-                prefetch.empty_on_device(self._plan, self._template)
+                empty_on_device(self._plan, self._template)
             )
 
         return consensus.run(_NEXT, fill)
@@ -482,7 +463,7 @@ class DistributedIterator:
 
     def _read(self) -> LocalBatch | None:
         try:
-            return prefetch.device_put(self._prefetcher.read(self._step))
+            return device_put(self._prefetcher.read(self._step))
         except BaseException as error:
             fold(error)  # before other ranks show its traceback
             raise
