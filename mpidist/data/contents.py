@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.data.batching import Map
-from mpidist.data.map_dataset import SourceMapDataset
+from mpidist.data.map_dataset import SourceMapDataset, walk
 from mpidist.data.sources import ArrayRows
 from mpidist.device import arrays
 from mpidist.errors import MpidistError
@@ -82,16 +82,11 @@ def describe_contents(steps: Any, rank: int) -> tuple[tuple[str, str], ...]:
 def _sources(steps: Any) -> list[list[tuple[str, Any]]]:
     """Return the names and arrays of each source of a dataset that is in memory."""
     found = []
-    if isinstance(steps, SourceMapDataset) and isinstance(steps.source, ArrayRows):
-        found.append(steps.source.contents())
-    if isinstance(steps, Map) and steps.captured is not None:
-        found.append(list(held_arrays(steps.captured, "dataset")))
-
-    def look(parent: Any) -> Any:
-        found.extend(_sources(parent))
-        return parent
-
-    steps.replace_parents(look)
+    for step in walk(steps):
+        if isinstance(step, SourceMapDataset) and isinstance(step.source, ArrayRows):
+            found.append(step.source.contents())
+        if isinstance(step, Map) and step.captured is not None:
+            found.append(list(held_arrays(step.captured, "dataset")))
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mpidist.data import batching, caching, combining, ordering
 from mpidist.data.iter_dataset import IterDataset, MapToIterDataset
-from mpidist.data.map_dataset import Epoch, MapDataset
+from mpidist.data.map_dataset import Epoch, MapDataset, walk
 from mpidist.data.optional import Optional
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError, OutOfRangeError
 from mpidist.util import nest, validation
@@ -455,14 +455,8 @@ def transformations_for(pipeline: MapDataset | IterDataset) -> TransformationCla
 
 def is_sharded(steps: MapDataset | IterDataset) -> bool:
     """Return whether one of the transformations is a shard."""
-    flags = [isinstance(steps, ordering.Shard | ordering.IterShard)]
-
-    def look(parent: Any) -> Any:
-        flags.append(is_sharded(parent))
-        return parent
-
-    steps.replace_parents(look)
-    return any(flags)
+    shards = ordering.Shard, ordering.IterShard
+    return any(isinstance(step, shards) for step in walk(steps))
 
 
 # User functions that these modules call may iterate over datasets: those of

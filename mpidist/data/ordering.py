@@ -23,7 +23,7 @@ from mpidist.data.iter_dataset import (
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.sharding import BatchShare
 from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
-from mpidist.data.sources import Positions, RowSource
+from mpidist.data.sources import Positions
 from mpidist.data.spec import require_like, spec_of
 from mpidist.errors import ArgumentError, DataError
 from mpidist.util import nest
@@ -311,28 +311,8 @@ class Concatenate(MapDataset):
         return first if first is None or second is None else max(first, second)
 
     @property
-    def needs_entropy(self) -> bool:
-        return self._first.needs_entropy or self._second.needs_entropy
-
-    @property
-    def parallel_calls(self) -> int:
-        return max(self._first.parallel_calls, self._second.parallel_calls)
-
-    @property
-    def is_mapped(self) -> bool:
-        return self._first.is_mapped or self._second.is_mapped
-
-    @property
-    def file_count(self) -> int:
-        return min(self._first.file_count, self._second.file_count)
-
-    @property
-    def has_known_spec(self) -> bool:
-        return self._first.has_known_spec and self._second.has_known_spec
-
-    @property
-    def sources(self) -> list[RowSource]:
-        return self._first.sources + self._second.sources
+    def parents(self) -> tuple[MapDataset, ...]:
+        return self._first, self._second
 
     def unbatched(self) -> MapDataset | None:
         first, second = self._first.unbatched(), self._second.unbatched()
@@ -356,26 +336,11 @@ class Concatenate(MapDataset):
         first, second = self._first.row_bytes, self._second.row_bytes
         return None if first is None or second is None else max(first, second)
 
-    def reserve_cache(self, elements: int) -> None:
-        self._first.reserve_cache(elements)
-        self._second.reserve_cache(elements)
-
-    def before_batch(self, batch_size: int) -> MapDataset:
-        return Concatenate(
-            self._first.before_batch(batch_size), self._second.before_batch(batch_size)
-        )
-
     def describe(self) -> str:
         return f"{self._first.describe()}.concatenate({self._second.describe()})"
 
-    def describe_source(self) -> str:
-        return f"{self._first.describe_source()}, {self._second.describe_source()}"
-
     def replace_parents(self, change: Callable[[MapDataset], MapDataset]) -> MapDataset:
         return Concatenate(change(self._first), change(self._second))
-
-    def rebatch(self, workers: int) -> MapDataset:
-        return Concatenate(self._first.rebatch(workers), self._second.rebatch(workers))
 
     def _find(self, i: int) -> tuple[MapDataset, int]:
         """Return the dataset with element `i`, and the index in that dataset."""
@@ -548,26 +513,14 @@ class IterConcatenate(IterDataset):
         return self._first.is_batched
 
     @property
-    def needs_entropy(self) -> bool:
-        return self._first.needs_entropy or self._second.needs_entropy
-
-    @property
-    def file_count(self) -> int:
-        return min(self._first.file_count, self._second.file_count)
+    def parents(self) -> tuple[IterDataset, ...]:
+        return self._first, self._second
 
     def describe(self) -> str:
         return f"{self._first.describe()}.concatenate({self._second.describe()})"
 
     def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
         return IterConcatenate(change(self._first), change(self._second))
-
-    def describe_source(self) -> str:
-        return f"{self._first.describe_source()}, {self._second.describe_source()}"
-
-    def rebatch(self, workers: int) -> IterDataset:
-        return IterConcatenate(
-            self._first.rebatch(workers), self._second.rebatch(workers)
-        )
 
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
         spec = None

@@ -221,11 +221,11 @@ class _MapReader(BatchReader):
         # Files stay open until the last read of any thread has ended.
         self._open_sources = OpenSources(pipeline)
         self.group_size = plan.group_size
-        self.is_slow_to_start = pipeline.is_mapped
+        self._is_mapped = self.is_slow_to_start = pipeline.is_mapped
         # User functions may communicate or use thread-local context
-        self.may_change_thread = not pipeline.is_mapped
+        self.may_change_thread = not self._is_mapped
         # Only functions make rows of unlike dtypes
-        self._strict = one_dtype if pipeline.is_mapped else contextlib.nullcontext
+        self._strict = one_dtype if self._is_mapped else contextlib.nullcontext
         self._share = plan.share
         self._last_dtypes: Any = ()  # of the last batch that was compared
 
@@ -283,10 +283,7 @@ class _MapReader(BatchReader):
 
         A replica's rows must have the dtypes that they have on any number of replicas.
         """
-        if (
-            self.is_slow_to_start
-            and (dtypes := _flat_dtypes(batch)) != self._last_dtypes
-        ):
+        if self._is_mapped and (dtypes := _flat_dtypes(batch)) != self._last_dtypes:
             kinds = _kinds_of(batch)
             self.kinds = self.kinds or kinds
             if kinds != self.kinds:
