@@ -246,8 +246,8 @@ class Batch(MapTransformation):
 
     def _slice(self, rows: int | None, i: int, share: BatchShare) -> range:
         start = i * self._batch_size
-        own = share.of(self._count(rows, i))
-        return range(start + own.start, start + own.stop)
+        part = share.of(self._count(rows, i))
+        return range(start + part.start, start + part.stop)
 
     def example(self, epoch: Epoch) -> Any:
         return stack([self._parent.example(epoch)] * self._batch_size)
@@ -269,10 +269,10 @@ def _positions(
     whole = steps.stop if rows is None else min(rows // size, steps.stop)
     whole = max(whole, steps.start)
     # One row per full batch, of which all have the same slice.
-    own = share.of(size)
+    part = share.of(size)
     firsts = size * np.arange(steps.start, whole)
-    positions = (firsts[:, np.newaxis] + np.arange(own.start, own.stop)).reshape(-1)
-    sizes = [own.stop - own.start] * firsts.size
+    positions = (firsts[:, np.newaxis] + np.arange(part.start, part.stop)).reshape(-1)
+    sizes = [part.stop - part.start] * firsts.size
     if whole < steps.stop:  # the last batch is short
         assert rows is not None
         last = share.of(rows - whole * size)

@@ -371,11 +371,12 @@ class Concatenate(MapDataset):
 
     def elements(self, epoch: Epoch, positions: Positions) -> Any:
         parts, origins = self._parts(positions)
-        return _interleave([part.elements(epoch, own) for part, own in parts], origins)
+        columns = [part.elements(epoch, rows) for part, rows in parts]
+        return _interleave(columns, origins)
 
     def element_list(self, epoch: Epoch, positions: Positions) -> list[Any]:
         parts, origins = self._parts(positions)
-        return merge([part.element_list(epoch, own) for part, own in parts], origins)
+        return merge([part.element_list(epoch, rows) for part, rows in parts], origins)
 
     def batch_rows(self, epoch: Epoch, i: int) -> int:
         pipeline, i = self._find(i)

@@ -107,8 +107,8 @@ class Permutation:
         # The same limit as in `_rows`, or inverse and permutation would not match.
         if self.length <= _TABLE_ROWS:
             table = _table(self.length, self.seed, self.epoch)
-            places: Indices = np.argsort(table)[rows]
-            return places
+            inverse: Indices = np.argsort(table)[rows]
+            return inverse
         positions = self._decrypt(rows.reshape(-1).astype(np.uint64))
         # Walking backwards along the same cycle.
         while (outside := positions >= np.uint64(self.length)).any():

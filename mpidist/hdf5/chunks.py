@@ -1,4 +1,4 @@
-"""Chunks: their place in the file, and decoding of deflate, shuffle and fletcher32.
+"""Chunks: their offsets in the file, and decoding of deflate, shuffle and fletcher32.
 
 The formats are those of the HDF5 library's H5Zdeflate.c, H5Zshuffle.c and
 H5Zfletcher32.c. libdeflate (the package `deflate`) inflates, among the fastest on PyPI
@@ -274,10 +274,10 @@ def table_of(dataset: h5py.Dataset) -> ChunkTable | None:
         return None
     stored = _stored(dataset) if count else np.empty((0, dataset.ndim + 3), np.int64)
     # Refuse positions outside of the dataset, and two chunks at one position
-    places = stored[:, : dataset.ndim] // dataset.chunks
-    if (places >= grid).any():
+    coordinates = stored[:, : dataset.ndim] // dataset.chunks
+    if (coordinates >= grid).any():
         return None
-    numbers = np.ravel_multi_index(tuple(places.T), grid)
+    numbers = np.ravel_multi_index(tuple(coordinates.T), grid)
     if np.unique(numbers).size < numbers.size:
         return None
     size_bytes = dataset.dtype.itemsize * math.prod(dataset.chunks)

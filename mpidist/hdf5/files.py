@@ -193,12 +193,12 @@ class RawFile:
             f"{self._size_bytes} and a different modification time; {advice}"
         )
 
-    def _fill(self, rows: Bytes, places: Offsets, starts: Offsets) -> None:
-        """Fill the rows at `places` with the bytes at `starts`, which ascend."""
+    def _fill(self, rows: Bytes, positions: Offsets, starts: Offsets) -> None:
+        """Fill the rows at `positions` with the bytes at `starts`, which ascend."""
         size_bytes, flat = rows.shape[1], rows.reshape(-1).data
-        in_order, mixed = _spans_of(places, starts, size_bytes)
+        in_order, mixed = _spans_of(positions, starts, size_bytes)
         first, count = in_order
-        where = starts[first], places[first] * size_bytes, count * size_bytes
+        where = starts[first], positions[first] * size_bytes, count * size_bytes
         for start, at, length in zip(*(n.tolist() for n in where), strict=True):
             self._read_into(flat[at : at + length], start)
         items = rows.view(np.dtype((np.void, size_bytes))).reshape(-1)
@@ -207,7 +207,7 @@ class RawFile:
             inside = starts[some] - starts[first]
             data = bytearray(int(inside[-1]) + size_bytes)
             self._read_into(memoryview(data), int(starts[first]))
-            items[places[some]] = _items_of(data, size_bytes)[inside]
+            items[positions[some]] = _items_of(data, size_bytes)[inside]
 
     def _read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill a buffer with the bytes from `offset` on."""
@@ -256,11 +256,13 @@ def _items_of(data: bytearray, size_bytes: int) -> npt.NDArray[np.void]:
     return items
 
 
-def _spans_of(places: Offsets, starts: Offsets, size_bytes: int) -> tuple[Spans, Spans]:
+def _spans_of(
+    positions: Offsets, starts: Offsets, size_bytes: int
+) -> tuple[Spans, Spans]:
     """Divide rows into spans of the file that are read in one call each.
 
     Args:
-      places: numbers of the rows in memory.
+      positions: numbers of the rows in memory.
       starts: their offsets in the file, ascending.
       size_bytes: of each row.
 
@@ -269,8 +271,8 @@ def _spans_of(places: Offsets, starts: Offsets, size_bytes: int) -> tuple[Spans,
     """
     steps = np.diff(starts)
     # Rows after which the next one does not follow both in the file and in memory
-    turns = np.flatnonzero((steps != size_bytes) | (np.diff(places) != 1))
-    # Rows that are near each other are read with the gap and copied to their places
+    turns = np.flatnonzero((steps != size_bytes) | (np.diff(positions) != 1))
+    # Rows that are near each other are read with the gap and copied into place
     before, after = starts[turns], starts[turns + 1]
     is_far = before // _PIECE_BYTES != after // _PIECE_BYTES
     is_far |= after - before > size_bytes + _GAP_BYTES

@@ -345,9 +345,9 @@ class Hdf5Rows:
 
     def __getstate__(self) -> dict[str, Any]:
         # Without the state of this process, which `__setstate__` creates again.
-        own = {"_open_files", "buffers", "_scratch", "_blocks", "_kept", "_lock"}
-        own |= {"_owner", "_users"}
-        return {k: v for k, v in self.__dict__.items() if k not in own}
+        transient = {"_open_files", "buffers", "_scratch", "_blocks", "_kept", "_lock"}
+        transient |= {"_owner", "_users"}
+        return {k: v for k, v in self.__dict__.items() if k not in transient}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -557,9 +557,9 @@ def read_bytes(
         return pieces if index.is_native else pieces.astype(index.native)
     result = buffers.empty((rows.size, *index.row_shape), index.native)
     # Pieces of all rows for one chunk column lie together.
-    for number, (place, inside) in enumerate(_places(index)):
+    for number, (region, inside) in enumerate(_regions(index)):
         part = pieces[number * rows.size : (number + 1) * rows.size]
-        result[place] = part[inside]
+        result[region] = part[inside]
     return result
 
 
@@ -586,7 +586,7 @@ def _gather(
     return pieces
 
 
-def _places(index: DatasetIndex) -> list[tuple[Any, Any]]:
+def _regions(index: DatasetIndex) -> list[tuple[Any, Any]]:
     """Return, per chunk of a block, its region in the rows, and in the chunk.
 
     Chunks at the edge extend beyond the rows.
@@ -599,10 +599,10 @@ def _places(index: DatasetIndex) -> list[tuple[Any, Any]]:
     ]
     return [
         (
-            (slice(None), *place),
-            (slice(None), *(slice(0, s.stop - s.start) for s in place)),
+            (slice(None), *region),
+            (slice(None), *(slice(0, s.stop - s.start) for s in region)),
         )
-        for place in itertools.product(*edges)
+        for region in itertools.product(*edges)
     ]
 
 
@@ -628,15 +628,15 @@ def read_chunks(
         chunk = _chunk(index, file, numbers[0])
         return by_h5py((slice(rows.start, rows.stop),)) if chunk is None else chunk
     result = np.empty((len(rows), *index.row_shape), index.native)
-    for number, (place, inside) in zip(numbers, _places(index), strict=True):
+    for number, (region, inside) in zip(numbers, _regions(index), strict=True):
         if index.offsets[number] < 0:
             # Never written: HDF5 gives the fill value for it.
-            result[place] = np.frombuffer(index.fill, index.dtype)[0]
+            result[region] = np.frombuffer(index.fill, index.dtype)[0]
         elif (chunk := _chunk(index, file, number)) is not None:
             # The last block has fewer rows than its chunk.
-            result[place] = chunk[: len(rows)][inside]
+            result[region] = chunk[: len(rows)][inside]
         else:
-            result[place] = by_h5py((slice(rows.start, rows.stop), *place[1:]))
+            result[region] = by_h5py((slice(rows.start, rows.stop), *region[1:]))
     return result
 
 
@@ -727,9 +727,10 @@ def _pick_short(arrays: Sequence[Any], which: Rows, rows: Rows, result: Any) -> 
     memory = np.asarray(_Memory(start, stop, row_bytes))
     items = result.reshape(-1).view(memory.dtype)
     # Gathered in pieces that fit into the cache.
-    places, step = starts[which] - start + rows * row_bytes, _GATHER_BYTES // row_bytes
-    for first in range(0, len(places), step):
-        items[first : first + step] = memory[places[first : first + step]]
+    addresses = starts[which] - start + rows * row_bytes
+    step = _GATHER_BYTES // row_bytes
+    for first in range(0, len(addresses), step):
+        items[first : first + step] = memory[addresses[first : first + step]]
 
 
 class BlockCache:

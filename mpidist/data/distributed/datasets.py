@@ -262,20 +262,20 @@ class DistributedDataset:
             origin = Origin.of_own(origins, steps)
             return _OwnBatches(pipeline, is_batched, steps, origin, entropy[0])
 
-        own = extended.consensus.run(
+        batches = extended.consensus.run(
             call, prepare, same=functools.partial(_describe_elements, call)
         )
         plan = ReadPlan(
             extended,
-            own.pipeline,
+            batches.pipeline,
             is_global=False,
-            is_batched=own.is_batched,
-            cardinality=own.cardinality,
-            origin=own.origin,
+            is_batched=batches.is_batched,
+            cardinality=batches.cardinality,
+            origin=batches.origin,
             options=options or InputOptions(),
             serial=extended.consensus.calls,
         )
-        return cls(plan, own.entropy)
+        return cls(plan, batches.entropy)
 
     @property
     def cardinality(self) -> int:
@@ -369,16 +369,16 @@ class _OwnBatches(NamedTuple):
     entropy: int
 
 
-def _describe_elements(call: str, own: _OwnBatches) -> CallSignature:
+def _describe_elements(call: str, batches: _OwnBatches) -> CallSignature:
     """Return what the replicas' batches must have in common.
 
     A replica that has ended gives batches of zero rows like the others' batches. Those
     of unknown length are compared at each step.
     """
-    if not own.is_batched or own.cardinality == UNKNOWN_CARDINALITY:
+    if not batches.is_batched or batches.cardinality == UNKNOWN_CARDINALITY:
         return CallSignature(call)
-    assert isinstance(own.pipeline, MapDataset)
-    leaves, spec = nest.flatten(own.pipeline.empty_batch(Epoch()))
+    assert isinstance(batches.pipeline, MapDataset)
+    leaves, spec = nest.flatten(batches.pipeline.empty_batch(Epoch()))
     # Only the number of dimensions: lengths may differ between replicas
     leaf_specs = tuple((a.dtype.name, f"{a.ndim} dimensions") for a in leaves)
     return CallSignature(call, (), spec, leaf_specs)

@@ -338,8 +338,8 @@ class _IterReader(BatchReader):
         self._elements = iter(())  # dropping the last reference closes a generator
 
     def _slice(self, batch: Any, rows: int) -> Any:
-        own = self._plan.share.of(rows)
-        return nest.map_leaves(lambda a: a[own], batch)
+        part = self._plan.share.of(rows)
+        return nest.map_leaves(lambda a: a[part], batch)
 
 
 def start_reader(plan: ReadPlan, epoch: Epoch) -> BatchReader:

@@ -261,8 +261,8 @@ class NodeCache(CacheBase):
         # `batch_size` for all batches, also the short last one, so that places are
         # fixed.
         size, rows = self.batch_size or 1, self.batch_rows(epoch, i)
-        own = share.of(rows)
-        numbers = np.arange(i * size + own.start, i * size + own.stop)
+        part = share.of(rows)
+        numbers = np.arange(i * size + part.start, i * size + part.stop)
         if numbers.size == 0:
             return self.empty_batch(epoch)
         # Another epoch was cached by now: read without storing.
