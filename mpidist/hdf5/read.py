@@ -292,7 +292,7 @@ class Hdf5Rows:
             with self._lock:
                 if (file, field) not in self._kept:
                     self._kept[file, field] = _KeptRows(index)
-            kept = self._kept[file, field]
+                kept = self._kept[file, field]
             kept.load(rows, raw, self._scratch, parallel)
             return kept.take(rows, buffers, parallel)
 
