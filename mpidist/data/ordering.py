@@ -94,7 +94,9 @@ class Shuffle(MapTransformation):
         return mixed(positions)
 
     def chunk_shuffle(self, epoch: Epoch) -> ChunkShuffle | None:
-        if (layout := self._mixed_chunks()) is None:
+        # 0 asks for an exact permutation, however costly it is to decode
+        layout = None if self._window_chunks == 0 else self._parent.chunk_layout()
+        if layout is None or not (layout.is_costly or self._window_chunks):
             return None
         # A user's own window size comes before that of the layout.
         block_chunks = self._window_chunks or layout.default_block_chunks
@@ -105,15 +107,6 @@ class Shuffle(MapTransformation):
         seed = epoch.entropy if self._seed is None else self._seed
         # Without reshuffling every epoch has the order of epoch 0.
         return seed, epoch.number if self._reshuffle else 0
-
-    def _mixed_chunks(self) -> ChunkLayout | None:
-        """Return the chunks for a `ChunkShuffle`; None for an exact permutation."""
-        # 0 asks for an exact permutation, however costly it is to decode.
-        if self._window_chunks == 0:
-            return None
-        layout = self._parent.chunk_layout()
-        is_wanted = self._window_chunks is not None
-        return layout if layout and (layout.is_costly or is_wanted) else None
 
 
 _chunk_shuffle = functools.lru_cache(maxsize=8)(ChunkShuffle)

@@ -94,7 +94,7 @@ class RawFile:
         If another node has read the index, this node may see an older state for a
         while, or no file: network file systems cache metadata.
         """
-        end = time.monotonic() + _lateness(expected)
+        end = None
         while True:
             try:
                 with contextlib.ExitStack() as closing:
@@ -106,6 +106,8 @@ class RawFile:
                         return
             except FileNotFoundError as missing:
                 error = missing
+            if end is None:
+                end = time.monotonic() + _lateness(expected)
             if time.monotonic() >= end:
                 raise error
             time.sleep(_LATE_PAUSE_SECONDS)
@@ -143,11 +145,8 @@ class RawFile:
         rows: Bytes = buffers.empty((offsets.size, size_bytes), _BYTE)
         order = np.argsort(offsets)
         ordered = offsets[order]
-
-        def fill(piece: slice) -> None:
-            self._fill(rows, order[piece], ordered[piece])
-
-        list(parallel(fill, pieces_of(offsets.size, size_bytes)))
+        pieces = pieces_of(offsets.size, size_bytes)
+        list(parallel(lambda p: self._fill(rows, order[p], ordered[p]), pieces))
         self.check()
         return rows
 
@@ -390,21 +389,18 @@ class OpenFiles:
     ) -> Any:
         with self._lock:
             if path not in files:
-                files[path] = self._try_to_open(open_file)
+                try:
+                    files[path] = open_file()
+                except OSError as error:
+                    if error.errno != errno.EMFILE:
+                        raise
+                    self.close()  # the limit of open files is lower than ours
+                    files[path] = open_file()
             files.move_to_end(path)
             # The least recently used one.
             if len(files) > _OPEN_FILES:
                 files.popitem(last=False)
             return files[path]
-
-    def _try_to_open(self, open_file: Callable[[], Any]) -> Any:
-        try:
-            return open_file()
-        except OSError as error:
-            if error.errno != errno.EMFILE:
-                raise
-            self.close()  # the limit of open files is lower than ours
-            return open_file()
 
 
 def _swapped(index: DatasetIndex) -> np.dtype[Any]:

@@ -203,15 +203,20 @@ class Hdf5Rows:
         # Decode all needed chunks first, in threads
         needed = list(file_map.blocks_in(parts))
         blocks = self._blocks.get(needed, self._load_block) if needed else {}
-        indexes = file_map.files[0].datasets
         if len(parts) == 1:
-            fields = range(len(indexes))
+            fields = range(len(self._names))
             leaves = [self._read(parts[0], i, blocks, self.buffers) for i in fields]
-            return self._join(leaves)
-        # Rows of several files: read each part, and scatter it into the result
-        leaves = [
-            self.buffers.empty((rows.size, *c.row_shape), c.native) for c in indexes
-        ]
+        else:
+            leaves = self._read_and_scatter(parts, rows.size, blocks)
+        is_one = self._spec.is_leaf()
+        return leaves[0] if is_one else nest.unflatten(self._spec, leaves)
+
+    def _read_and_scatter(
+        self, parts: Sequence[FileRows], count: int, blocks: Mapping[Key, Any]
+    ) -> list[Any]:
+        """Return `count` rows of several files, for each dataset."""
+        indexes = self.file_map().files[0].datasets
+        leaves = [self.buffers.empty((count, *c.row_shape), c.native) for c in indexes]
 
         def fill(part: FileRows) -> None:
             for field, leaf in enumerate(leaves):
@@ -220,12 +225,7 @@ class Hdf5Rows:
         # Threads help only with many bytes
         is_large = sum(leaf.nbytes for leaf in leaves) >= _LARGE_BYTES
         list((self._blocks.parallel if is_large else map)(fill, parts))
-        return self._join(leaves)
-
-    def _join(self, leaves: list[Any]) -> Any:
-        """Return the rows of each dataset in the structure of the names."""
-        is_one = self._spec.is_leaf()
-        return leaves[0] if is_one else nest.unflatten(self._spec, leaves)
+        return leaves
 
     def retain(self) -> None:
         """See `ChunkedSource.retain`."""

@@ -227,6 +227,7 @@ class _MapReader(BatchReader):
         # Only functions make rows of unlike dtypes
         self._strict = one_dtype if self._is_mapped else contextlib.nullcontext
         self._share = plan.share
+        self._length = pipeline.length
         self._last_dtypes: Any = ()  # of the last batch that was compared
 
     def read(self, step: int) -> LocalBatch | None:
@@ -234,7 +235,7 @@ class _MapReader(BatchReader):
             return self._open_sources.run(lambda: self._read(step))
 
     def read_group(self, step: int, count: int) -> StepGroup:
-        length, stop = self._pipeline.length, step + count
+        length, stop = self._length, step + count
         # Beyond the end there is nothing to read in a group.
         steps = range(step, stop if length is None else min(stop, length))
         # Open-ended datasets exchange templates at each step, so they read singly.
@@ -258,7 +259,7 @@ class _MapReader(BatchReader):
         return group
 
     def _read(self, step: int) -> LocalBatch | None:
-        is_open_ended, length = self._plan.is_open_ended, self._pipeline.length
+        is_open_ended, length = self._plan.is_open_ended, self._length
         is_over = length is not None and step >= length
         if is_over and is_open_ended:
             return None
@@ -272,8 +273,7 @@ class _MapReader(BatchReader):
         self._open_sources.end()
 
     def skip(self, steps: int) -> int:
-        length = self._pipeline.length
-        return steps if length is None else min(steps, length)
+        return steps if self._length is None else min(steps, self._length)
 
     def close(self) -> None:
         self._open_sources.close()
