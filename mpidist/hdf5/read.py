@@ -121,7 +121,7 @@ class Hdf5Rows:
         return list(self._paths)
 
     def shard_files(self, workers: int, worker: int) -> Hdf5Rows:
-        """See `FileSource.shard_files`."""
+        """Return the rows of every `workers`-th file, from file `worker` on."""
         names = nest.unflatten(self._spec, self._names)
         # Only files differ.
         paths, allow_short = self._paths[worker::workers], self._allow_short_external
@@ -167,7 +167,13 @@ class Hdf5Rows:
         threads: int | None = None,
         most_kept_bytes: int = 0,
     ) -> None:
-        """See `IndexedSource.adopt`.
+        """Use the indexes that `inspect` returned, perhaps on other ranks.
+
+        Args:
+          files: the index of each file.
+          rank: of this process, for error messages.
+          threads: the most concurrent reads, unless the user has set a number.
+          most_kept_bytes: of short rows that may stay in memory, if more than 64 MiB.
 
         Raises:
           DataError: the files do not fit together.
@@ -228,14 +234,14 @@ class Hdf5Rows:
         return leaves
 
     def retain(self) -> None:
-        """See `ChunkedSource.retain`."""
+        """Count one more user; the files stay open until all have released them."""
         with self._lock:
             self._users += 1
         # A new iteration checks again whether sources of virtual datasets have changed.
         self._open_files.check_others()
 
     def release(self, keep_files: bool = False) -> None:
-        """See `ChunkedSource.release`."""
+        """Count one user less; the last ends the threads, and may keep the files."""
         with self._lock:
             self._users -= 1
             if self._users == 0:

@@ -149,7 +149,7 @@ class DistributedDataset:
         options: InputOptions | None,
         call: str = "experimental_distribute_dataset",
     ) -> DistributedDataset:
-        """See `Strategy.experimental_distribute_dataset`."""
+        """Return a dataset whose batches are divided over the replicas. Collective."""
         extended.topology.require_open()
 
         chosen = options or InputOptions()
@@ -213,7 +213,7 @@ class DistributedDataset:
         options: InputOptions | None,
         call: str = "distribute_datasets_from_function",
     ) -> DistributedDataset:
-        """See `Strategy.distribute_datasets_from_function`."""
+        """Return a dataset of the batches that each replica makes. Collective."""
         # Here each replica is an input pipeline of its own.
         where = InputContext(
             extended.num_replicas, extended.replica_id, extended.num_replicas
