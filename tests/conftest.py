@@ -27,7 +27,7 @@ import slurm_cluster
 import virtual_nodes
 
 from mpidist.comm.topology import Topology
-from mpidist.data.distributed import prefetch
+from mpidist.data.distributed import reader
 
 # Their assertions say what differs, as those of tests do
 pytest.register_assert_rewrite("hdf5_files", "hdf5_kinds", "hdf5_damage")
@@ -291,7 +291,7 @@ def strategy(comm: MPI.Intracomm) -> Iterator[mpidist.MirroredStrategy]:
 @pytest.fixture
 def read_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """No read is so short that it is not left to a thread, but the first."""
-    monkeypatch.setattr(prefetch, "_SHORT_SECONDS", -1.0)
+    monkeypatch.setattr(reader, "_SHORT_SECONDS", -1.0)
 
 
 @pytest.fixture

@@ -39,8 +39,8 @@ from mpidist.checkpoint.tree import (
     storage,
     stored_as,
 )
-from mpidist.data.hdf5.shard_writer import escape_source
 from mpidist.errors import CheckpointError
+from mpidist.hdf5.shard_writer import escape_source
 from mpidist.util.files import open_regular, replace_file
 
 __all__ = [

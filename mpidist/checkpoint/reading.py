@@ -44,7 +44,7 @@ from mpidist.checkpoint.tree import (
     Piece,
     original_dtype,
 )
-from mpidist.data.hdf5.index import contiguous_offset
+from mpidist.hdf5.index import contiguous_offset
 from mpidist.strategy.extended import StrategyExtended
 
 __all__ = ["load", "read_tree"]

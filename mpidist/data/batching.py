@@ -186,7 +186,7 @@ class Batch(MapTransformation):
 
     def rebatch(self, workers: int) -> MapDataset:
         # Rounded up, as TensorFlow's rebatching does: no rank gets batches of 0 rows.
-        share = -(-self._batch_size // workers)
+        share = sharding.largest_share(self._batch_size, workers)
         return Batch(self._parent, share, self._drop_remainder)
 
     def element_spec(self) -> Any:
@@ -231,6 +231,8 @@ class Batch(MapTransformation):
         )
         # One read for all steps of the group; the batches are cut out as views.
         rows = self._parent.elements(epoch, positions)
+        if type(rows) is np.ndarray:
+            return map(rows.__getitem__, cuts)
         leaves = _leaves(rows)
         batches = zip(*[map(leaf.__getitem__, cuts) for leaf in leaves], strict=True)
         if leaves is rows:  # a flat tuple, the usual case
@@ -244,8 +246,8 @@ class Batch(MapTransformation):
 
     def _slice(self, rows: int | None, i: int, share: BatchShare) -> range:
         start = i * self._batch_size
-        own = share.of(self._count(rows, i))
-        return range(start + own.start, start + own.stop)
+        part = share.of(self._count(rows, i))
+        return range(start + part.start, start + part.stop)
 
     def example(self, epoch: Epoch) -> Any:
         return stack([self._parent.example(epoch)] * self._batch_size)
@@ -267,10 +269,10 @@ def _positions(
     whole = steps.stop if rows is None else min(rows // size, steps.stop)
     whole = max(whole, steps.start)
     # One row per full batch, of which all have the same slice.
-    own = share.of(size)
+    part = share.of(size)
     firsts = size * np.arange(steps.start, whole)
-    positions = (firsts[:, np.newaxis] + np.arange(own.start, own.stop)).reshape(-1)
-    sizes = [own.stop - own.start] * firsts.size
+    positions = (firsts[:, np.newaxis] + np.arange(part.start, part.stop)).reshape(-1)
+    sizes = [part.stop - part.start] * firsts.size
     if whole < steps.stop:  # the last batch is short
         assert rows is not None
         last = share.of(rows - whole * size)
@@ -352,7 +354,7 @@ class IterBatch(IterTransformation):
         return True
 
     def rebatch(self, workers: int) -> IterDataset:
-        share = -(-self._batch_size // workers)
+        share = sharding.largest_share(self._batch_size, workers)
         return IterBatch(self._parent, share, self._drop_remainder)
 
     def iterate(self, epoch: Epoch) -> Iterator[Any]:

@@ -238,8 +238,8 @@ class Cache(CacheBase):
         return missing.size, read
 
     def local_batch(self, epoch: Epoch, i: int, share: BatchShare) -> Any:
-        own = share.of(self.batch_rows(epoch, i))
-        return nest.map_leaves(lambda a: a[own], self.element(epoch, i))
+        part = share.of(self.batch_rows(epoch, i))
+        return nest.map_leaves(lambda a: a[part], self.element(epoch, i))
 
     def example(self, epoch: Epoch) -> Any:
         epoch, kept = first_epoch(self._parent, epoch), self.memory.kept

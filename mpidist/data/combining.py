@@ -18,7 +18,7 @@ from mpidist.data.iter_dataset import (
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.sharding import BatchShare
 from mpidist.data.shuffling import ChunkLayout
-from mpidist.data.sources import Positions, RowSource
+from mpidist.data.sources import Positions
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.util import nest, validation
 from mpidist.util.hashing import hash62
@@ -50,9 +50,8 @@ class Zip(MapDataset):
         self._spec = spec
 
     @property
-    def later_components(self) -> tuple[MapDataset, ...]:
-        """All components but the first; see `epoch_of_component`."""
-        return self._components[1:]
+    def parents(self) -> tuple[MapDataset, ...]:
+        return self._components
 
     @property
     def length(self) -> int | None:
@@ -67,30 +66,8 @@ class Zip(MapDataset):
         return sizes.pop() if len(sizes) == 1 else None
 
     @property
-    def needs_entropy(self) -> bool:
-        return any(component.needs_entropy for component in self._components)
-
-    @property
-    def parallel_calls(self) -> int:
-        return max(component.parallel_calls for component in self._components)
-
-    @property
-    def is_mapped(self) -> bool:
-        return any(component.is_mapped for component in self._components)
-
-    @property
     def file_count(self) -> int:
         return 0  # cannot be sharded by file: a row has parts in several files
-
-    @property
-    def has_known_spec(self) -> bool:
-        return all(component.has_known_spec for component in self._components)
-
-    @property
-    def sources(self) -> list[RowSource]:
-        return [
-            source for component in self._components for source in component.sources
-        ]
 
     @property
     def row_bytes(self) -> int | None:
@@ -111,27 +88,11 @@ class Zip(MapDataset):
         edges = np.cumsum([0, *costly.lengths]).clip(max=length)
         return dataclasses.replace(costly, lengths=tuple(np.diff(edges).tolist()))
 
-    def reserve_cache(self, elements: int) -> None:
-        for component in self._components:
-            component.reserve_cache(elements)
-
-    def before_batch(self, batch_size: int) -> MapDataset:
-        # Each component prepares itself for the batches that follow.
-        return self.replace_parents(
-            lambda component: component.before_batch(batch_size)
-        )
-
     def describe(self) -> str:
         return f"zip({self._spec}, {', '.join(p.describe() for p in self._components)})"
 
-    def describe_source(self) -> str:
-        return ", ".join(component.describe_source() for component in self._components)
-
     def replace_parents(self, change: Callable[[MapDataset], MapDataset]) -> MapDataset:
         return Zip([change(component) for component in self._components], self._spec)
-
-    def rebatch(self, workers: int) -> MapDataset:
-        return self.replace_parents(lambda component: component.rebatch(workers))
 
     def _join(self, get: Callable[[MapDataset, Epoch], Any], epoch: Epoch) -> Any:
         """Return the structure of `get(component, epoch of the component)`."""
@@ -252,9 +213,8 @@ class IterZip(IterDataset):
         self._spec = spec
 
     @property
-    def later_components(self) -> tuple[IterDataset, ...]:
-        """All components but the first; see `epoch_of_component`."""
-        return self._components[1:]
+    def parents(self) -> tuple[IterDataset, ...]:
+        return self._components
 
     @property
     def batch_size(self) -> int | None:
@@ -273,22 +233,16 @@ class IterZip(IterDataset):
         )
 
     @property
-    def needs_entropy(self) -> bool:
-        return any(component.needs_entropy for component in self._components)
+    def file_count(self) -> int:
+        return 0  # cannot be sharded by file: a row has parts in several files
 
     def describe(self) -> str:
         return f"zip({self._spec}, {', '.join(p.describe() for p in self._components)})"
-
-    def describe_source(self) -> str:
-        return ", ".join(component.describe_source() for component in self._components)
 
     def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
         return IterZip(
             [change(component) for component in self._components], self._spec
         )
-
-    def rebatch(self, workers: int) -> IterDataset:
-        return self.replace_parents(lambda component: component.rebatch(workers))
 
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
         iterators = [

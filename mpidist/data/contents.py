@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.data.batching import Map
-from mpidist.data.map_dataset import SourceMapDataset
+from mpidist.data.map_dataset import SourceMapDataset, walk
 from mpidist.data.sources import ArrayRows
 from mpidist.device import arrays
 from mpidist.errors import MpidistError
@@ -50,13 +50,13 @@ def describe_contents(steps: Any, rank: int) -> tuple[tuple[str, str], ...]:
       steps: the dataset.
       rank: of this process.
     """
-    found = [
+    named_arrays = [
         (f"{name} of dataset {i}" if i else name, array)
         for i, source in enumerate(_sources(steps))
         for name, array in source
     ]
     # The same array may be read through several datasets
-    distinct = {id(array): array for _, array in found}
+    distinct = {id(array): array for _, array in named_arrays}
     size_bytes = sum(array.nbytes for array in distinct.values())
     is_whole = size_bytes <= _WHOLE_BYTES
     if not is_whole and rank == 0:
@@ -70,7 +70,7 @@ def describe_contents(steps: Any, rank: int) -> tuple[tuple[str, str], ...]:
         key: f"{array.dtype} {array.shape} with checksum {_checksum(array, is_whole)}"
         for key, array in distinct.items()
     }
-    named = [(f"{name} {_HINT}", sums[id(array)]) for name, array in found]
+    named = [(f"{name} {_HINT}", sums[id(array)]) for name, array in named_arrays]
     if rest := named[_MOST_NAMED:]:
         text = repr([text for _, text in rest])
         named[_MOST_NAMED:] = [
@@ -81,18 +81,13 @@ def describe_contents(steps: Any, rank: int) -> tuple[tuple[str, str], ...]:
 
 def _sources(steps: Any) -> list[list[tuple[str, Any]]]:
     """Return the names and arrays of each source of a dataset that is in memory."""
-    found = []
-    if isinstance(steps, SourceMapDataset) and isinstance(steps.source, ArrayRows):
-        found.append(steps.source.contents())
-    if isinstance(steps, Map) and steps.captured is not None:
-        found.append(list(held_arrays(steps.captured, "dataset")))
-
-    def look(parent: Any) -> Any:
-        found.extend(_sources(parent))
-        return parent
-
-    steps.replace_parents(look)
-    return found
+    sources = []
+    for step in walk(steps):
+        if isinstance(step, SourceMapDataset) and isinstance(step.source, ArrayRows):
+            sources.append(step.source.contents())
+        if isinstance(step, Map) and step.captured is not None:
+            sources.append(list(held_arrays(step.captured, "dataset")))
+    return sources
 
 
 def held_arrays(value: Any, name: str) -> Iterator[tuple[str, Any]]:

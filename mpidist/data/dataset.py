@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from mpidist.data import batching, combining
+from mpidist.data import batching, caching, combining, ordering
 from mpidist.data.elements import as_element, stack
-from mpidist.data.hdf5.files import check_names, list_files
-from mpidist.data.hdf5.rows import Hdf5Rows
 from mpidist.data.iter_dataset import UNKNOWN_CARDINALITY, GeneratorDataset, IterDataset
 from mpidist.data.iterator import (
     DatasetIterator,
@@ -24,7 +22,7 @@ from mpidist.data.iterator import (
     concatenate,
     is_sharded,
     to_iter_dataset,
-    transformations_for,
+    transform,
     unbatch,
     warn_undistributed,
     zip_together,
@@ -32,6 +30,8 @@ from mpidist.data.iterator import (
 from mpidist.data.map_dataset import INFINITE_CARDINALITY, MapDataset, SourceMapDataset
 from mpidist.data.sources import ArrayRows, RangeRows
 from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from mpidist.hdf5.files import check_names, list_files
+from mpidist.hdf5.read import Hdf5Rows
 from mpidist.options import MOST_BUFFERED, AutoShardPolicy, Options
 from mpidist.util import near_misses, nest, validation
 from mpidist.util.representation import counted, html_table, one_line
@@ -262,7 +262,7 @@ class Dataset(metaclass=_DatasetType):
 
     def _append(self, step: Callable[..., Any], *arguments: Any) -> Dataset:
         """Return the dataset with one more transformation."""
-        return self._with_pipeline(step(self._pipeline, *arguments))
+        return self._with_pipeline(transform(self._pipeline, step, *arguments))
 
     def _append_iter(self, step: Callable[..., Any], *arguments: Any) -> Dataset:
         """Return the dataset with one more transformation of an iterable dataset."""
@@ -300,7 +300,7 @@ class Dataset(metaclass=_DatasetType):
         check_name(name)
         function = validation.function("map_func", map_func)
         return self._append(
-            transformations_for(self._pipeline).map,
+            batching.Map,
             function,
             count_threads(num_parallel_calls),
         )
@@ -346,9 +346,7 @@ class Dataset(metaclass=_DatasetType):
         reshuffle = validation.switch(
             "reshuffle_each_iteration", reshuffle_each_iteration
         )
-        return self._append(
-            transformations_for(self._pipeline).shuffle, size, seed, reshuffle, chunks
-        )
+        return self._append(ordering.Shuffle, size, seed, reshuffle, chunks)
 
     def batch(
         self,
@@ -379,9 +377,7 @@ class Dataset(metaclass=_DatasetType):
         check_name(name)
         size = validation.integer("batch_size", batch_size, 1)
         drop_remainder = validation.switch("drop_remainder", drop_remainder)
-        return self._append(
-            transformations_for(self._pipeline).batch, size, drop_remainder
-        )
+        return self._append(batching.Batch, size, drop_remainder)
 
     def repeat(self, count: int | None = None, name: str | None = None) -> Dataset:
         """Return a dataset that repeats this one `count` times; None repeats for ever.
@@ -393,21 +389,21 @@ class Dataset(metaclass=_DatasetType):
         if count == -1:  # TensorFlow's other value for endless
             count = None
         count = validation.optional_integer("count", count, 0, ", or None")
-        return self._append(transformations_for(self._pipeline).repeat, count)
+        return self._append(ordering.Repeat, count)
 
     def take(self, count: int, name: str | None = None) -> Dataset:
         """Return a dataset of the first `count` elements; -1 takes all."""
         check_name(name)
         if validation.integer("count", count) == -1:
-            return self._append(transformations_for(self._pipeline).window, 0, None)
+            return self._append(ordering.Window, 0, None)
         count = validation.integer("count", count, 0, ", or -1 for all")
-        return self._append(transformations_for(self._pipeline).window, 0, count)
+        return self._append(ordering.Window, 0, count)
 
     def skip(self, count: int, name: str | None = None) -> Dataset:
         """Return a dataset without the first `count` elements."""
         check_name(name)
         start = validation.integer("count", count, 0)
-        return self._append(transformations_for(self._pipeline).window, start, None)
+        return self._append(ordering.Window, start, None)
 
     def shard(self, num_shards: int, index: int, name: str | None = None) -> Dataset:
         """Return a dataset of every `num_shards`-th element, from `index` on."""
@@ -416,9 +412,7 @@ class Dataset(metaclass=_DatasetType):
         index = validation.integer("index", index, 0)
         if index >= num_shards:
             raise ArgumentError(f"index must be in 0..{num_shards - 1}, not {index}")
-        return self._append(
-            transformations_for(self._pipeline).shard, num_shards, index
-        )
+        return self._append(ordering.Shard, num_shards, index)
 
     def cache(self, filename: str = "", name: str | None = None) -> Dataset:
         """Return a dataset that caches its elements in memory.
@@ -450,7 +444,7 @@ class Dataset(metaclass=_DatasetType):
                 f"cache keeps elements in memory, not in {validation.shown(filename)}; "
                 "write the file with Hdf5Writer and read it with Dataset.from_hdf5"
             )
-        return self._append(transformations_for(self._pipeline).cache)
+        return self._append(caching.Cache)
 
     def enumerate(self, start: int = 0, name: str | None = None) -> Dataset:
         """Return a dataset of pairs: the number of an element and the element.
@@ -471,7 +465,7 @@ class Dataset(metaclass=_DatasetType):
         check_name(name)
         most = validation.LARGEST
         start = validation.integer("start", start, -most)
-        return self._append(transformations_for(self._pipeline).enumerate, start)
+        return self._append(combining.Enumerate, start)
 
     def unbatch(self, name: str | None = None) -> Dataset:
         """Return a dataset of the rows of the elements, one by one.

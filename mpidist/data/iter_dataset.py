@@ -51,14 +51,19 @@ class IterDataset(abc.ABC):
         return self.batch_size is not None
 
     @property
-    @abc.abstractmethod
+    def parents(self) -> tuple[Any, ...]:
+        """The datasets that this one transforms; a source has none."""
+        return ()
+
+    @property
     def needs_entropy(self) -> bool:
         """Whether the order depends on `Epoch.entropy`."""
+        return any(parent.needs_entropy for parent in self.parents)
 
     @property
     def file_count(self) -> int:
         """The number of files with the rows; 0 for rows that are not in files."""
-        return 0
+        return min((parent.file_count for parent in self.parents), default=0)
 
     def shard_files(self, workers: int, worker: int) -> IterDataset:
         """Return this dataset over the files of one worker."""
@@ -68,17 +73,17 @@ class IterDataset(abc.ABC):
     def describe(self) -> str:
         """Return text that must be equal on all replicas, and in restored states."""
 
-    @abc.abstractmethod
     def describe_source(self) -> str:
         """Return the part of `describe` about the sources."""
+        return ", ".join(parent.describe_source() for parent in self.parents)
 
     @abc.abstractmethod
     def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
         """Return the same transformation of `change(parent)`."""
 
-    @abc.abstractmethod
     def rebatch(self, workers: int) -> IterDataset:
         """Return this dataset with one worker's share of the batch size."""
+        return self.replace_parents(lambda parent: parent.rebatch(workers))
 
     @abc.abstractmethod
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
@@ -128,10 +133,6 @@ class GeneratorDataset(IterDataset):
     def is_batched(self) -> bool:
         return self._is_batched
 
-    @property
-    def needs_entropy(self) -> bool:
-        return False
-
     def describe(self) -> str:
         return "from_generator"
 
@@ -140,9 +141,6 @@ class GeneratorDataset(IterDataset):
 
     def describe_source(self) -> str:
         return self.describe()
-
-    def rebatch(self, workers: int) -> IterDataset:
-        return self
 
     def iterate(self, epoch: Epoch) -> Generator[Any, None, None]:
         elements = self._start()
@@ -189,24 +187,14 @@ class MapToIterDataset(IterDataset):
         return self._pipeline.batch_size
 
     @property
-    def needs_entropy(self) -> bool:
-        return self._pipeline.needs_entropy
-
-    @property
-    def file_count(self) -> int:
-        return self._pipeline.file_count
+    def parents(self) -> tuple[MapDataset]:
+        return (self._pipeline,)
 
     def describe(self) -> str:
         return self._pipeline.describe()
 
     def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
         return MapToIterDataset(change(self._pipeline))
-
-    def describe_source(self) -> str:
-        return self._pipeline.describe_source()
-
-    def rebatch(self, workers: int) -> IterDataset:
-        return MapToIterDataset(self._pipeline.rebatch(workers))
 
     def iterate(self, epoch: Epoch, start: int = 0) -> Iterator[Any]:
         """Yield all elements from index `start` on."""
@@ -253,28 +241,18 @@ class IterTransformation(IterDataset):
         return self._parent.is_batched
 
     @property
-    def needs_entropy(self) -> bool:
-        return self._parent.needs_entropy
-
-    @property
-    def file_count(self) -> int:
-        return self._parent.file_count
+    def parents(self) -> tuple[IterDataset]:
+        return (self._parent,)
 
     def describe(self) -> str:
         arguments = [v for k, v in vars(self).items() if k != "_parent"]
         name = type(self).__name__.removeprefix("Iter").lower()
         return f"{self._parent.describe()}.{name}({', '.join(map(str, arguments))})"
 
-    def describe_source(self) -> str:
-        return self._parent.describe_source()
-
     def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
         transformation = copy.copy(self)
         transformation._parent = change(self._parent)
         return transformation
-
-    def rebatch(self, workers: int) -> IterDataset:
-        return self.replace_parents(lambda parent: parent.rebatch(workers))
 
     def example(self) -> Any:
         return self._parent.example()

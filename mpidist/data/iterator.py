@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mpidist.data import batching, caching, combining, ordering
 from mpidist.data.iter_dataset import IterDataset, MapToIterDataset
-from mpidist.data.map_dataset import Epoch, MapDataset
+from mpidist.data.map_dataset import Epoch, MapDataset, walk
 from mpidist.data.optional import Optional
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError, OutOfRangeError
 from mpidist.util import nest, validation
@@ -25,13 +25,12 @@ __all__ = [
     "DatasetIterator",
     "EpochCounter",
     "Origin",
-    "TransformationClasses",
     "concatenate",
     "is_sharded",
     "make_state",
     "read_state",
     "to_iter_dataset",
-    "transformations_for",
+    "transform",
     "unbatch",
     "warn_undistributed",
     "zip_together",
@@ -140,8 +139,8 @@ def read_state(
       ArgumentError: it is of another dataset or version, or damaged.
     """
     numbers = _require_integers(state)
-    theirs = Origin(*(numbers[name] for name in Origin._fields))
-    if differences := _differences(theirs, origin, pipeline):
+    saved = Origin(*(numbers[name] for name in Origin._fields))
+    if differences := _differences(saved, origin, pipeline):
         raise ArgumentError(
             f"the state is of another dataset: {'; '.join(differences)}"
         )
@@ -194,35 +193,35 @@ def _require_integer(name: str, value: Any) -> int:
 
 
 def _differences(
-    theirs: Origin, ours: Origin, pipeline: MapDataset | IterDataset
+    saved: Origin, current: Origin, pipeline: MapDataset | IterDataset
 ) -> list[str]:
     """Describe the differences, in words; empty if there are none."""
-    if theirs.replicas != ours.replicas:
+    if saved.replicas != current.replicas:
         return [
-            f"its batches are {_division(theirs)}, but here they are "
-            f"{_division(ours)}; only states of "
+            f"its batches are {_division(saved)}, but here they are "
+            f"{_division(current)}; only states of "
             "Strategy.experimental_distribute_dataset with AutoShardPolicy.AUTO or "
             "DATA fit any number of replicas"
         ]
     differences = []
-    if theirs.batch_size != ours.batch_size:
+    if saved.batch_size != current.batch_size:
         differences.append(
-            f"its batch_size is {theirs.batch_size}, but here it is {ours.batch_size}"
+            f"its batch_size is {saved.batch_size}, but here it is {current.batch_size}"
         )
-        if ours.replicas == _EACH_READS_ALL:
+        if current.replicas == _EACH_READS_ALL:
             differences[-1] += (
                 " (AutoShardPolicy.OFF divides it by the number of replicas)"
             )
-    if theirs.cardinality != ours.cardinality:
+    if saved.cardinality != current.cardinality:
         differences.append(
-            f"it has {theirs.cardinality} steps per epoch, but here there are "
-            f"{ours.cardinality}"
+            f"it has {saved.cardinality} steps per epoch, but here there are "
+            f"{current.cardinality}"
         )
-    if theirs.source != ours.source:
+    if saved.source != current.source:
         differences.append(
             f"its rows are not those of {_cut(pipeline.describe_source())}"
         )
-    if theirs.dataset != ours.dataset and not differences:
+    if saved.dataset != current.dataset and not differences:
         differences.append(f"its steps are not those of {_cut(pipeline.describe())}")
     return differences
 
@@ -409,60 +408,33 @@ class DatasetIterator:
         return self._origin
 
 
-class TransformationClasses(NamedTuple):
-    """Constructors of transformations: called with the parent and the arguments."""
-
-    map: Callable[..., Any]
-    batch: Callable[..., Any]
-    shuffle: Callable[..., Any]
-    repeat: Callable[..., Any]
-    window: Callable[..., Any]
-    shard: Callable[..., Any]
-    enumerate: Callable[..., Any]
-    cache: Callable[..., Any]
-
-
-_MAP_TRANSFORMATIONS = TransformationClasses(
-    batching.Map,
-    batching.Batch,
-    ordering.Shuffle,
-    ordering.Repeat,
-    ordering.Window,
-    ordering.Shard,
-    combining.Enumerate,
-    caching.Cache,
-)
-_ITER_TRANSFORMATIONS = TransformationClasses(
-    batching.IterMap,
-    batching.IterBatch,
-    ordering.IterShuffle,
-    ordering.IterRepeat,
-    ordering.IterWindow,
-    ordering.IterShard,
-    combining.IterEnumerate,
-    caching.IterCache,
-)
+# The transformation of an iterable dataset for that of a map-style one
+_ITER_TRANSFORMATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    batching.Map: batching.IterMap,
+    batching.Batch: batching.IterBatch,
+    ordering.Shuffle: ordering.IterShuffle,
+    ordering.Repeat: ordering.IterRepeat,
+    ordering.Window: ordering.IterWindow,
+    ordering.Shard: ordering.IterShard,
+    combining.Enumerate: combining.IterEnumerate,
+    caching.Cache: caching.IterCache,
+}
 
 
-def transformations_for(pipeline: MapDataset | IterDataset) -> TransformationClasses:
-    """Return the transformations of the kind of dataset that `pipeline` is."""
-    return (
-        _ITER_TRANSFORMATIONS
-        if isinstance(pipeline, IterDataset)
-        else _MAP_TRANSFORMATIONS
-    )
+def transform(
+    pipeline: MapDataset | IterDataset, step: Callable[..., Any], *arguments: Any
+) -> MapDataset | IterDataset:
+    """Return a transformation of a dataset; `step` is that of a map-style one."""
+    if isinstance(pipeline, IterDataset):
+        step = _ITER_TRANSFORMATIONS[step]
+    transformed: MapDataset | IterDataset = step(pipeline, *arguments)
+    return transformed
 
 
 def is_sharded(steps: MapDataset | IterDataset) -> bool:
     """Return whether one of the transformations is a shard."""
-    flags = [isinstance(steps, ordering.Shard | ordering.IterShard)]
-
-    def look(parent: Any) -> Any:
-        flags.append(is_sharded(parent))
-        return parent
-
-    steps.replace_parents(look)
-    return any(flags)
+    shards = ordering.Shard, ordering.IterShard
+    return any(isinstance(step, shards) for step in walk(steps))
 
 
 # User functions that these modules call may iterate over datasets: those of

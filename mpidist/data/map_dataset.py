@@ -38,6 +38,7 @@ __all__ = [
     "OpenSources",
     "SourceMapDataset",
     "MapTransformation",
+    "walk",
 ]
 
 
@@ -83,29 +84,34 @@ class MapDataset(abc.ABC):
         return self.batch_size is not None
 
     @property
+    def parents(self) -> tuple[MapDataset, ...]:
+        """The datasets that this one transforms; a source has none."""
+        return ()
+
+    @property
     def parallel_calls(self) -> int:
         """The number of threads in which elements should be computed."""
-        return 1
+        return max((parent.parallel_calls for parent in self.parents), default=1)
 
     @property
     def is_mapped(self) -> bool:
         """Whether reading calls user functions."""
-        return False
+        return any(parent.is_mapped for parent in self.parents)
 
     @property
-    @abc.abstractmethod
     def file_count(self) -> int:
         """The number of files with the rows; 0 for rows in memory."""
+        return min((parent.file_count for parent in self.parents), default=0)
 
     @property
-    @abc.abstractmethod
     def needs_entropy(self) -> bool:
         """Whether the order depends on `Epoch.entropy`."""
+        return any(parent.needs_entropy for parent in self.parents)
 
     @property
     def has_known_spec(self) -> bool:
         """Whether `element_spec` neither opens a file nor calls a user function."""
-        return False
+        return all(parent.has_known_spec for parent in self.parents)
 
     @property
     def has_even_batches(self) -> bool:
@@ -117,9 +123,9 @@ class MapDataset(abc.ABC):
         return None
 
     @property
-    @abc.abstractmethod
     def sources(self) -> list[RowSource]:
         """The sources of the rows."""
+        return [source for parent in self.parents for source in parent.sources]
 
     @property
     def row_bytes(self) -> int | None:
@@ -134,21 +140,22 @@ class MapDataset(abc.ABC):
         """Return the order of a shuffle that mixes few chunks at a time, if any."""
         return None
 
-    @abc.abstractmethod
     def reserve_cache(self, elements: int) -> None:
         """Size the cache of decoded chunks for random reads among so many elements."""
+        for parent in self.parents:
+            parent.reserve_cache(elements)
 
     def before_batch(self, batch_size: int) -> MapDataset:
         """Return this dataset, prepared for batches of so many elements."""
-        return self
+        return self.replace_parents(lambda parent: parent.before_batch(batch_size))
 
     @abc.abstractmethod
     def describe(self) -> str:
         """Return text that must be equal on all replicas, and in restored states."""
 
-    @abc.abstractmethod
     def describe_source(self) -> str:
         """Return the part of `describe` about the sources."""
+        return ", ".join(parent.describe_source() for parent in self.parents)
 
     def shard_files(self, workers: int, worker: int) -> MapDataset:
         """Return this dataset over the files of one worker; `file_count` is not 0."""
@@ -158,9 +165,9 @@ class MapDataset(abc.ABC):
     def replace_parents(self, change: Callable[[MapDataset], MapDataset]) -> MapDataset:
         """Return the same transformation of `change(parent)`."""
 
-    @abc.abstractmethod
     def rebatch(self, workers: int) -> MapDataset:
         """Return this dataset with one worker's share of the batch size."""
+        return self.replace_parents(lambda parent: parent.rebatch(workers))
 
     def element_spec(self) -> Any:
         """Return the nest of TensorSpec of the elements; may read a row."""
@@ -229,10 +236,6 @@ class SourceMapDataset(MapDataset):
         return None
 
     @property
-    def needs_entropy(self) -> bool:
-        return False
-
-    @property
     def file_count(self) -> int:
         return self.source.file_count if isinstance(self.source, FileSource) else 0
 
@@ -272,9 +275,6 @@ class SourceMapDataset(MapDataset):
     def replace_parents(self, change: Callable[[MapDataset], MapDataset]) -> MapDataset:
         return self
 
-    def rebatch(self, workers: int) -> MapDataset:
-        return self
-
     def elements(self, epoch: Epoch, positions: Positions) -> Any:
         return self.source.read(positions)
 
@@ -302,47 +302,15 @@ class MapTransformation(MapDataset):
         return self._parent.batch_size
 
     @property
-    def needs_entropy(self) -> bool:
-        return self._parent.needs_entropy
-
-    @property
-    def parallel_calls(self) -> int:
-        return self._parent.parallel_calls
-
-    @property
-    def is_mapped(self) -> bool:
-        return self._parent.is_mapped
-
-    @property
-    def file_count(self) -> int:
-        return self._parent.file_count
-
-    @property
-    def has_known_spec(self) -> bool:
-        return self._parent.has_known_spec
-
-    @property
-    def sources(self) -> list[RowSource]:
-        return self._parent.sources
+    def parents(self) -> tuple[MapDataset, ...]:
+        return (self._parent,)
 
     @property
     def row_bytes(self) -> int | None:
         return self._parent.row_bytes
 
-    def reserve_cache(self, elements: int) -> None:
-        self._parent.reserve_cache(elements)
-
-    def before_batch(self, batch_size: int) -> MapDataset:
-        return self._with_parent(self._parent.before_batch(batch_size))
-
-    def describe_source(self) -> str:
-        return self._parent.describe_source()
-
     def replace_parents(self, change: Callable[[MapDataset], MapDataset]) -> MapDataset:
         return self._with_parent(change(self._parent))
-
-    def rebatch(self, workers: int) -> MapDataset:
-        return self._with_parent(self._parent.rebatch(workers))
 
     def _with_parent(self, parent: MapDataset) -> MapDataset:
         """Return the same transformation of another parent."""
@@ -378,6 +346,13 @@ class MapTransformation(MapDataset):
 
     def example(self, epoch: Epoch) -> Any:
         return self._parent.example(epoch)
+
+
+def walk(steps: Any) -> Iterator[Any]:
+    """Yield a dataset, and all those before it: MapDataset or IterDataset."""
+    yield steps
+    for parent in steps.parents:
+        yield from walk(parent)
 
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from mpidist.data.iter_dataset import (
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.sharding import BatchShare
 from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
-from mpidist.data.sources import Positions, RowSource
+from mpidist.data.sources import Positions
 from mpidist.data.spec import require_like, spec_of
 from mpidist.errors import ArgumentError, DataError
 from mpidist.util import nest
@@ -94,7 +94,9 @@ class Shuffle(MapTransformation):
         return mixed(positions)
 
     def chunk_shuffle(self, epoch: Epoch) -> ChunkShuffle | None:
-        if (layout := self._mixed_chunks()) is None:
+        # 0 asks for an exact permutation, however costly it is to decode
+        layout = None if self._window_chunks == 0 else self._parent.chunk_layout()
+        if layout is None or not (layout.is_costly or self._window_chunks):
             return None
         # A user's own window size comes before that of the layout.
         block_chunks = self._window_chunks or layout.default_block_chunks
@@ -105,15 +107,6 @@ class Shuffle(MapTransformation):
         seed = epoch.entropy if self._seed is None else self._seed
         # Without reshuffling every epoch has the order of epoch 0.
         return seed, epoch.number if self._reshuffle else 0
-
-    def _mixed_chunks(self) -> ChunkLayout | None:
-        """Return the chunks for a `ChunkShuffle`; None for an exact permutation."""
-        # 0 asks for an exact permutation, however costly it is to decode.
-        if self._window_chunks == 0:
-            return None
-        layout = self._parent.chunk_layout()
-        is_wanted = self._window_chunks is not None
-        return layout if layout and (layout.is_costly or is_wanted) else None
 
 
 _chunk_shuffle = functools.lru_cache(maxsize=8)(ChunkShuffle)
@@ -311,28 +304,8 @@ class Concatenate(MapDataset):
         return first if first is None or second is None else max(first, second)
 
     @property
-    def needs_entropy(self) -> bool:
-        return self._first.needs_entropy or self._second.needs_entropy
-
-    @property
-    def parallel_calls(self) -> int:
-        return max(self._first.parallel_calls, self._second.parallel_calls)
-
-    @property
-    def is_mapped(self) -> bool:
-        return self._first.is_mapped or self._second.is_mapped
-
-    @property
-    def file_count(self) -> int:
-        return min(self._first.file_count, self._second.file_count)
-
-    @property
-    def has_known_spec(self) -> bool:
-        return self._first.has_known_spec and self._second.has_known_spec
-
-    @property
-    def sources(self) -> list[RowSource]:
-        return self._first.sources + self._second.sources
+    def parents(self) -> tuple[MapDataset, ...]:
+        return self._first, self._second
 
     def unbatched(self) -> MapDataset | None:
         first, second = self._first.unbatched(), self._second.unbatched()
@@ -356,26 +329,11 @@ class Concatenate(MapDataset):
         first, second = self._first.row_bytes, self._second.row_bytes
         return None if first is None or second is None else max(first, second)
 
-    def reserve_cache(self, elements: int) -> None:
-        self._first.reserve_cache(elements)
-        self._second.reserve_cache(elements)
-
-    def before_batch(self, batch_size: int) -> MapDataset:
-        return Concatenate(
-            self._first.before_batch(batch_size), self._second.before_batch(batch_size)
-        )
-
     def describe(self) -> str:
         return f"{self._first.describe()}.concatenate({self._second.describe()})"
 
-    def describe_source(self) -> str:
-        return f"{self._first.describe_source()}, {self._second.describe_source()}"
-
     def replace_parents(self, change: Callable[[MapDataset], MapDataset]) -> MapDataset:
         return Concatenate(change(self._first), change(self._second))
-
-    def rebatch(self, workers: int) -> MapDataset:
-        return Concatenate(self._first.rebatch(workers), self._second.rebatch(workers))
 
     def _find(self, i: int) -> tuple[MapDataset, int]:
         """Return the dataset with element `i`, and the index in that dataset."""
@@ -406,11 +364,12 @@ class Concatenate(MapDataset):
 
     def elements(self, epoch: Epoch, positions: Positions) -> Any:
         parts, origins = self._parts(positions)
-        return _interleave([part.elements(epoch, own) for part, own in parts], origins)
+        columns = [part.elements(epoch, rows) for part, rows in parts]
+        return _interleave(columns, origins)
 
     def element_list(self, epoch: Epoch, positions: Positions) -> list[Any]:
         parts, origins = self._parts(positions)
-        return merge([part.element_list(epoch, own) for part, own in parts], origins)
+        return merge([part.element_list(epoch, rows) for part, rows in parts], origins)
 
     def batch_rows(self, epoch: Epoch, i: int) -> int:
         pipeline, i = self._find(i)
@@ -548,26 +507,14 @@ class IterConcatenate(IterDataset):
         return self._first.is_batched
 
     @property
-    def needs_entropy(self) -> bool:
-        return self._first.needs_entropy or self._second.needs_entropy
-
-    @property
-    def file_count(self) -> int:
-        return min(self._first.file_count, self._second.file_count)
+    def parents(self) -> tuple[IterDataset, ...]:
+        return self._first, self._second
 
     def describe(self) -> str:
         return f"{self._first.describe()}.concatenate({self._second.describe()})"
 
     def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
         return IterConcatenate(change(self._first), change(self._second))
-
-    def describe_source(self) -> str:
-        return f"{self._first.describe_source()}, {self._second.describe_source()}"
-
-    def rebatch(self, workers: int) -> IterDataset:
-        return IterConcatenate(
-            self._first.rebatch(workers), self._second.rebatch(workers)
-        )
 
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
         spec = None

@@ -1,4 +1,4 @@
-"""Which replica reads which rows, in which order. Integers only, no communication."""
+"""Which rows are read in which order. Integers only, no communication."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import functools
 import hashlib
 import math
 import operator
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mpidist.errors import ArgumentError
+from mpidist.util.shares import WHOLE, BatchShare, even_sizes, largest_share
 
 __all__ = [
     "WHOLE",
@@ -21,51 +21,13 @@ __all__ = [
     "Permutation",
     "batch_count",
     "even_sizes",
+    "largest_share",
     "mix_seed",
     "to_word",
 ]
 
 Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
-
-
-class BatchShare(NamedTuple):
-    """Which rows of each batch belong to a replica.
-
-    The slices of all replicas are disjoint, in order, and cover all rows.
-
-    Args:
-      replicas: the number of those that share the batch.
-      replica: the one in question.
-      is_balanced: whether numbers of rows differ by one at most. Else they are
-        ceil(rows / replicas), TensorFlow's rule, and the last replicas have fewer, or
-        none.
-    """
-
-    replicas: int
-    replica: int
-    is_balanced: bool = False
-
-    def of(self, rows: int) -> slice:
-        """Return the replica's slice of `rows` rows."""
-        replicas, replica, is_balanced = self
-        share, rest = divmod(rows, replicas)
-        if is_balanced:
-            start = replica * share + min(replica, rest)
-            return slice(start, start + share + (replica < rest))
-        share += rest > 0
-        return slice(min(replica * share, rows), min((replica + 1) * share, rows))
-
-
-WHOLE = BatchShare(1, 0)
-
-
-def even_sizes(batch_size: int, replicas: int) -> list[int]:
-    """Return the nearest batch sizes that divide evenly among the replicas."""
-    below = batch_size // replicas * replicas
-    # Below and above; 0 rows is no batch.
-    near = [below] if below == batch_size else [below, below + replicas]
-    return [size for size in near if size]
 
 
 def batch_count(rows: int, batch_size: int, drop_remainder: bool) -> int:
@@ -145,8 +107,8 @@ class Permutation:
         # The same limit as in `_rows`, or inverse and permutation would not match.
         if self.length <= _TABLE_ROWS:
             table = _table(self.length, self.seed, self.epoch)
-            places: Indices = np.argsort(table)[rows]
-            return places
+            inverse: Indices = np.argsort(table)[rows]
+            return inverse
         positions = self._decrypt(rows.reshape(-1).astype(np.uint64))
         # Walking backwards along the same cycle.
         while (outside := positions >= np.uint64(self.length)).any():

@@ -14,53 +14,23 @@ canonical nodes for this.)
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import numpy as np
 
 from mpidist.data.sharding import Indices, Permutation, mix_seed
+from mpidist.hdf5.chunks import ChunkLayout
 
 __all__ = ["STRIPE_ROWS", "ChunkShuffle", "ChunkLayout"]
 
-_BLOCK_BYTES = 256 << 20
-_BLOCK_CHUNKS = 64
 STRIPE_ROWS = range(16, 33)
-
-
-@dataclasses.dataclass(frozen=True)
-class ChunkLayout:
-    """How rows are stored in chunks.
-
-    Args:
-      lengths: number of rows of each run (file); each run starts a new chunk.
-      rows: number of rows of a chunk; the last chunk of a run may have fewer.
-      row_bytes: bytes of a row in memory.
-      is_costly: whether reading one row costs as much as reading its chunk.
-    """
-
-    lengths: tuple[int, ...]
-    rows: int
-    row_bytes: int
-    is_costly: bool
-
-    @functools.cached_property
-    def count(self) -> int:
-        """The number of chunks."""
-        return sum(-(-length // self.rows) for length in self.lengths)
-
-    @property
-    def default_block_chunks(self) -> int:
-        """The default size of a shuffle block: 64 chunks, or at most 256 MiB."""
-        fitting = _BLOCK_BYTES // max(1, self.rows * self.row_bytes)
-        return min(max(1, fitting), _BLOCK_CHUNKS)
 
 
 class _ChunkSequence:
     """The rows of all chunks, with the chunks in a random order.
 
     It needs no table of the chunks: all have the same size, except for the last chunk
-    of each run, whose places in the order are computed once.
+    of each run, whose slots in the order are computed once.
     """
 
     def __init__(self, layout: ChunkLayout, seed: int, epoch: int):
@@ -71,32 +41,32 @@ class _ChunkSequence:
         self._first_chunks = np.concatenate([[0], np.cumsum(counts)])
         self._chunks = int(self._first_chunks[-1])
         self._order = Permutation(self._chunks, seed, epoch)
-        # Find the places of short chunks, and the rows missing up to each of them
+        # Find the slots of short chunks, and the rows missing up to each of them
         lacking = counts * layout.rows - lengths
         short = np.flatnonzero(lacking)
-        places = self._order.inverse(self._first_chunks[short + 1] - 1)
-        by_place = np.argsort(places)
-        self._short = places[by_place]
-        self._lacking = np.concatenate([[0], np.cumsum(lacking[short][by_place])])
+        slots = self._order.inverse(self._first_chunks[short + 1] - 1)
+        by_slot = np.argsort(slots)
+        self._short = slots[by_slot]
+        self._lacking = np.concatenate([[0], np.cumsum(lacking[short][by_slot])])
         self._short_ends = (self._short + 1) * self._rows - self._lacking[1:]
 
     def locate(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Return the place of each position's chunk, and the offset in the chunk."""
+        """Return the slot of each position's chunk, and the offset in the chunk."""
         # Pad the short chunks before a position, so that all chunks have equal sizes
         ended = np.searchsorted(self._short_ends, positions, "right")
         return np.divmod(positions + self._lacking[ended], self._rows)
 
-    def start(self, places: Indices) -> Indices:
-        """Return the position of the first row of the chunk at each place."""
-        places = np.clip(places, 0, self._chunks)
-        before = np.searchsorted(self._short, places, "left")
-        starts: Indices = places * self._rows - self._lacking[before]
+    def start(self, slots: Indices) -> Indices:
+        """Return the position of the first row of the chunk in each slot."""
+        slots = np.clip(slots, 0, self._chunks)
+        before = np.searchsorted(self._short, slots, "left")
+        starts: Indices = slots * self._rows - self._lacking[before]
         return starts
 
     def rows(self, positions: Indices) -> Indices:
         """Return the row at each position."""
-        places, inside = self.locate(positions)
-        chunks = self._order(places)
+        slots, inside = self.locate(positions)
+        chunks = self._order(slots)
         runs = np.searchsorted(self._first_chunks, chunks, "right") - 1
         starts = self._first_rows[runs] - self._first_chunks[runs] * self._rows
         rows: Indices = starts + chunks * self._rows + inside
@@ -169,11 +139,11 @@ class ChunkShuffle:
     def __call__(self, positions: Indices) -> Indices:
         """Return the row at each of `positions` `(positions,)`."""
         stripes, in_sequence = self._in_stripes(positions)
-        places, _ = self._sequence.locate(in_sequence)
+        slots, _ = self._sequence.locate(in_sequence)
         # Stagger the shuffle blocks of the stripes, or all stripes would start to
         # decode new chunks at the same step
         stagger = stripes * self._block_chunks // self._stripes
-        blocks = (places + stagger) // self._block_chunks
+        blocks = (slots + stagger) // self._block_chunks
         # Permute the rows within each shuffle block
         keys = blocks * self._stripes + stripes
         for key in np.unique(keys).tolist():

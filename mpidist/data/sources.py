@@ -157,7 +157,7 @@ class ArrayRows:
         return self._length
 
     def read(self, rows: Positions) -> Any:
-        """See `RowSource.read`."""
+        """Return copies of the rows with these numbers, in that order."""
         return nest.map_leaves(lambda a: take_rows(a, rows, self.buffers), self._arrays)
 
     def contents(self) -> list[tuple[str, Any]]:
@@ -167,7 +167,7 @@ class ArrayRows:
         return list(zip(names, self.leaves, strict=True))
 
     def describe(self) -> str:
-        """See `RowSource.describe`."""
+        """Return the structure, dtypes and shapes, without the contents."""
         leaves, spec = nest.flatten(self._arrays)
         return f"{self._name}({spec}, {[(a.dtype.name, a.shape) for a in leaves]})"
 
@@ -234,12 +234,12 @@ class RangeRows:
         return len(self._numbers)
 
     def read(self, rows: Positions) -> Any:
-        """See `RowSource.read`."""
+        """Return the numbers at these positions of the range."""
         numbers = self._numbers.start + rows * self._numbers.step
         return numbers.astype(self._dtype, copy=False)
 
     def describe(self) -> str:
-        """See `RowSource.describe`."""
+        """Return the range and the dtype."""
         return f"{self._numbers} of {self._dtype.name}"
 
 

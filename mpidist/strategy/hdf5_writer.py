@@ -11,14 +11,6 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 from mpidist.comm.consensus.consensus import Fields
-from mpidist.data.hdf5.shard_writer import (
-    FieldSpec,
-    ShardWriter,
-    StorageOptions,
-    clean_name,
-    common_fields,
-    write_vds,
-)
 from mpidist.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -26,6 +18,14 @@ from mpidist.errors import (
     ContextError,
     DataError,
     RemoteError,
+)
+from mpidist.hdf5.shard_writer import (
+    FieldSpec,
+    ShardWriter,
+    StorageOptions,
+    clean_name,
+    common_fields,
+    write_vds,
 )
 from mpidist.strategy.strategy import Strategy
 from mpidist.util import validation

@@ -23,15 +23,14 @@ import numpy.typing as npt
 from mpidist.data.batching import Batch
 from mpidist.data.dataset import Dataset
 from mpidist.data.distributed.reader import divide, is_global, steps_per_read
-from mpidist.data.hdf5 import rows as hdf5_rows
-from mpidist.data.hdf5.chunks import filter_name
-from mpidist.data.hdf5.dataset_reader import BlockCache, block_rows
-from mpidist.data.hdf5.files import list_files
-from mpidist.data.hdf5.index import DatasetIndex, ReadMethod, choose_datasets
-from mpidist.data.hdf5.rows import Hdf5Rows
 from mpidist.data.map_dataset import Epoch, SourceMapDataset
 from mpidist.data.sharding import WHOLE, BatchShare, even_sizes
 from mpidist.data.shuffling import STRIPE_ROWS, ChunkShuffle
+from mpidist.hdf5 import read as hdf5_rows
+from mpidist.hdf5.chunks import filter_name
+from mpidist.hdf5.files import list_files
+from mpidist.hdf5.index import DatasetIndex, ReadMethod, choose_datasets
+from mpidist.hdf5.read import BlockCache, Hdf5Rows, block_rows
 from mpidist.options import AutoShardPolicy
 from mpidist.util.available_memory import as_text
 from mpidist.util.representation import counted

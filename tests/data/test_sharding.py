@@ -12,7 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidist.data.sharding import BatchShare, Permutation, batch_count
+from mpidist.data.sharding import (
+    BatchShare,
+    Permutation,
+    batch_count,
+    largest_share,
+)
 
 pure = settings(derandomize=True, database=None, deadline=None)
 
@@ -26,6 +31,8 @@ def permuted(length, seed=0, epoch=0):
 def test_slices_are_disjoint_in_order_and_cover_all_rows(rows, replicas, balances):
     slices = [BatchShare(replicas, r, balances).of(rows) for r in range(replicas)]
     assert [i for s in slices for i in range(s.start, s.stop)] == list(range(rows))
+    sizes = [s.stop - s.start for s in slices]
+    assert largest_share(rows, replicas) == sizes[0] == max(sizes)
 
 
 @pure

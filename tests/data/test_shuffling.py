@@ -149,7 +149,7 @@ def test_a_window_may_follow_other_steps(path):
 
 @pytest.mark.slow
 def test_large_compressed_datasets_are_mixed_by_chunk(tmp_path, monkeypatch):
-    from mpidist.data.hdf5 import rows as hdf5_parts
+    from mpidist.hdf5 import read as hdf5_parts
 
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset(

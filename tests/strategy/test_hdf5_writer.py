@@ -15,8 +15,8 @@ import pytest
 
 import mpidist
 from mpidist import Dataset, Hdf5Writer
-from mpidist.data.hdf5.shard_writer import BLOCK_BYTES
 from mpidist.device import binding
+from mpidist.hdf5.shard_writer import BLOCK_BYTES
 from mpidist.util import mounts
 from mpidist.util.files import AtomicHdf5File
 
@@ -188,8 +188,8 @@ def test_row_shapes(comm, strategy, path, shape, options):
 @pytest.mark.parametrize("chunk_rows", [1, 3, 64, None])
 def test_rows_come_in_any_portions(comm, strategy, path, chunk_rows, monkeypatch):
     # Blocks of several chunks, of one, and of less
-    monkeypatch.setattr("mpidist.data.hdf5.shard_writer.BLOCK_BYTES", 7 * 8)
-    monkeypatch.setattr("mpidist.data.hdf5.shard_writer.BLOCK_BYTES", 7 * 8)
+    monkeypatch.setattr("mpidist.hdf5.shard_writer.BLOCK_BYTES", 7 * 8)
+    monkeypatch.setattr("mpidist.hdf5.shard_writer.BLOCK_BYTES", 7 * 8)
 
     def rows(rank):
         return rows_of(rank, 200 + rank, (), "f8")
@@ -222,7 +222,7 @@ def test_chunks_are_about_a_mebibyte_and_few_rows_take_no_whole_one(strategy, pa
 
 
 def test_a_row_that_is_too_large_for_a_chunk_is_cut(strategy, path, monkeypatch):
-    monkeypatch.setattr("mpidist.data.hdf5.shard_writer.LARGEST_CHUNK_BYTES", 1 << 21)
+    monkeypatch.setattr("mpidist.hdf5.shard_writer.LARGEST_CHUNK_BYTES", 1 << 21)
     row = np.random.default_rng(0).normal(size=(1, 400, 1000))
     with Hdf5Writer(strategy, path) as writer:
         writer.append(row)

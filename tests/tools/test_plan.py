@@ -21,10 +21,10 @@ import mpidist
 from mpidist import AutoShardPolicy, Dataset, Options
 from mpidist.__main__ import main
 from mpidist.data import sharding
-from mpidist.data.hdf5 import rows as hdf5
-from mpidist.data.hdf5 import rows as hdf5_parts
-from mpidist.data.hdf5.files import RawFile
-from mpidist.data.hdf5.index import choose_datasets, index_file
+from mpidist.hdf5 import read as hdf5
+from mpidist.hdf5 import read as hdf5_parts
+from mpidist.hdf5.files import RawFile
+from mpidist.hdf5.index import choose_datasets, index_file
 from mpidist.launch import commands
 from mpidist.tools import plan as plans
 from mpidist.tools.plan import Request, make_plan, to_json, to_text

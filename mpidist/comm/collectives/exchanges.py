@@ -47,6 +47,7 @@ from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import validation
+from mpidist.util.shares import BatchShare
 
 __all__ = ["all_to_all", "reduce_scatter"]
 
@@ -328,11 +329,8 @@ def _divide(state: State, rows: int, lengths: Any) -> list[int]:
     """Return how many rows each rank gets: by default the same, or almost."""
     ranks = state.consensus.size
     if lengths is None:
-        # The contract of slices of batches: ceil(rows / ranks) for each, fewer or
-        # none for the last ranks.
-        share = -(-rows // ranks)
-        starts = [min(rank * share, rows) for rank in range(ranks + 1)]
-        return [stop - start for start, stop in itertools.pairwise(starts)]
+        slices = [BatchShare(ranks, rank).of(rows) for rank in range(ranks)]
+        return [part.stop - part.start for part in slices]
     if isinstance(lengths, str | bytes) or not hasattr(lengths, "__len__"):
         raise ArgumentTypeError(
             "lengths must be a list with the number of rows for each replica, not "

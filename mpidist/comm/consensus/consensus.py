@@ -455,12 +455,16 @@ class Consensus:
 
         Args:
           operation: the public call, for messages.
-          make: returns a small object that can be pickled.
+          make: returns a small object that can be pickled; may be slow.
 
         Raises, on all ranks, what `make` raises on any.
         """
-        with self.call(operation) as call:
-            payload = call.reserve(lambda: pickle.dumps(make()))
+        call = self.call(operation)
+        try:  # without the lock
+            payload = pickle.dumps(make())
+        except BaseException as error:
+            call.fail(error)
+        with call:
             call.agree()
             everyone = [payload]
             if self.size > 1:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import secrets
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpidist.comm.banner import show_input
 from mpidist.comm.consensus.signatures import CallSignature
@@ -30,7 +30,7 @@ from mpidist.data.distributed.shared_caches import require_shareable, share
 from mpidist.data.iter_dataset import IterDataset
 from mpidist.data.iterator import EpochCounter, Origin
 from mpidist.data.map_dataset import Epoch, MapDataset
-from mpidist.data.sharding import BatchShare, even_sizes
+from mpidist.data.sharding import BatchShare, even_sizes, largest_share
 from mpidist.data.sources import IndexedSource
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.options import AutoShardPolicy, InputOptions
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 __all__ = [
     "DistributedDataset",
     "InputContext",
-    "index_own_files",
-    "share_indexes",
     "summarize",
 ]
 
@@ -151,50 +149,44 @@ class DistributedDataset:
         options: InputOptions | None,
         call: str = "experimental_distribute_dataset",
     ) -> DistributedDataset:
-        """See `Strategy.experimental_distribute_dataset`."""
+        """Return a dataset whose batches are divided over the replicas. Collective."""
         extended.topology.require_open()
 
-        # User errors on this rank alone are raised on all: everything that checks
-        # arguments runs inside guard.
-        def choose() -> tuple[MapDataset | IterDataset, AutoShardPolicy]:
+        chosen = options or InputOptions()
+
+        def prepare() -> tuple[MapDataset | IterDataset, AutoShardPolicy, Any]:
             _require_options(options)
             whole = _as_dataset(dataset, call)
             _require_batches(whole, call)
             policy = whole.options().auto_shard_policy
-            # FILE gives every rank another pipeline, other policies the same.
             where = extended.num_replicas, extended.replica_id
-            return divide(whole.pipeline, policy, *where), policy
+            pipeline = divide(whole.pipeline, policy, *where)
+            # FILE gives every rank another pipeline, other policies the same
+            if policy is AutoShardPolicy.FILE:
+                return pipeline, policy, None
+            _share_indexes(extended, pipeline, call)
+            require_shareable(pipeline)
+            return pipeline, policy, Origin.of(pipeline, not is_global(policy))
 
-        pipeline, policy = extended.consensus.guard(call, choose)
-        chosen = options or InputOptions()
-        # Before `describe`, which needs the indexes: each file is opened by one rank
-        if policy is not AutoShardPolicy.FILE:
-            share_indexes(extended, pipeline, call)
-
-        def describe() -> tuple[CallSignature, Origin | None]:
-            # With FILE lengths differ, so the common number of steps is found below.
-            is_alike = policy is not AutoShardPolicy.FILE
-            if is_alike:
-                require_shareable(pipeline)
-            agreed: tuple[tuple[str, Any], ...] = (
+        def describe(prepared: Any) -> list[tuple[str, Any]]:
+            pipeline, policy, origin = prepared
+            agreed = [
                 ("auto_shard_policy", policy.name),
                 ("dataset", pipeline.describe()),
-                ("batches", pipeline.cardinality if is_alike else "its own"),
+                ("batches", origin.cardinality if origin else "its own"),
                 ("balance_batches", chosen.balance_batches),
-            )
+            ]
             if is_global(policy) and extended.num_replicas > 1:
                 agreed += describe_contents(pipeline, extended.replica_id)
-            reads_all = not is_global(policy)
-            origin = Origin.of(pipeline, reads_all) if is_alike else None
-            return CallSignature(call, agreed), origin
+            return agreed
 
         # Replicas that read different data must be an error, not silent
-        agreed, origin = extended.consensus.guard(call, describe)
-        extended.consensus.require_same(agreed)
-        if origin is None:
-            return cls._of_own_batches(extended, pipeline, options, call)
-        # Drawn by rank 0 for all: an order must not differ between ranks.
-        entropy = _draw(extended, pipeline.needs_entropy)
+        pipeline, policy, origin = extended.consensus.run(call, prepare, same=describe)
+        if policy is AutoShardPolicy.FILE:
+            return cls._of_own_batches(extended, lambda: pipeline, options, call)
+        entropy = 0
+        if pipeline.needs_entropy:  # an order must not differ between ranks
+            entropy = extended.consensus.root_only("seed", lambda: secrets.randbits(62))
         # Of a generator all ranks read all; only indexed datasets are read in slices.
         is_sliced = is_global(policy) and isinstance(pipeline, MapDataset)
         slices = extended.num_replicas if is_sliced else 1
@@ -221,69 +213,69 @@ class DistributedDataset:
         options: InputOptions | None,
         call: str = "distribute_datasets_from_function",
     ) -> DistributedDataset:
-        """See `Strategy.distribute_datasets_from_function`."""
+        """Return a dataset of the batches that each replica makes. Collective."""
         # Here each replica is an input pipeline of its own.
         where = InputContext(
             extended.num_replicas, extended.replica_id, extended.num_replicas
         )
 
-        def make() -> Dataset:
+        def make() -> MapDataset | IterDataset:
             _require_options(options)
-            return _as_dataset(
-                validation.function("dataset_fn", dataset_fn)(where), call
-            )
+            function = validation.function("dataset_fn", dataset_fn)
+            return _as_dataset(function(where), call).pipeline
 
-        dataset = extended.run_collectively(CallSignature(call), make)
-        return cls._of_own_batches(extended, dataset.pipeline, options, call)
+        return cls._of_own_batches(extended, make, options, call)
 
     @classmethod
     def _of_own_batches(
         cls,
         extended: ReplicaGroup,
-        pipeline: MapDataset | IterDataset,
+        make: Callable[[], MapDataset | IterDataset],
         options: InputOptions | None,
         call: str,
     ) -> DistributedDataset:
-        """Return a dataset of each replica's own batches, which are not divided."""
-        consensus = extended.consensus
-        # Each rank has its own files, so it must index them itself.
-        index_own_files(extended, pipeline, call)
-        local = consensus.guard(  # may read files, which can fail
-            call, lambda: (Origin.of(pipeline), pipeline.is_batched)
+        """Return a dataset of each replica's own batches, which are not divided.
+
+        `make` returns this replica's pipeline, and may fail or communicate.
+        """
+
+        def prepare() -> _OwnBatches:
+            pipeline = make()
+            _index_own_files(extended, pipeline)
+            # All ranks need to know which rank runs out first, and whether all have
+            # batches. Rank 0's entropy is everyone's, even if its own pipeline has no
+            # shuffle: another rank's may have one
+            local = Origin.of(pipeline), pipeline.is_batched, secrets.randbits(62)
+            by_rank = extended.consensus.gather_objects(call, lambda: local)
+            origins, batched, entropy = zip(*by_rank, strict=True)
+            lengths = [origin.cardinality for origin in origins]
+            is_batched = all(batched)
+            steps = count_steps(lengths)
+            # Scalars cannot have zero rows, so unequal lengths cannot be evened out
+            is_uneven = steps != UNKNOWN_CARDINALITY and len(set(lengths)) > 1
+            if is_uneven and not is_batched:
+                raise ArgumentError(
+                    f"{call}: the replicas' datasets have {lengths} elements and are "
+                    "not batched, so a replica that runs out has no elements left; "
+                    "call batch()"
+                )
+            origin = Origin.of_own(origins, steps)
+            return _OwnBatches(pipeline, is_batched, steps, origin, entropy[0])
+
+        batches = extended.consensus.run(
+            call, prepare, same=functools.partial(_describe_elements, call)
         )
-        # All ranks need to know which rank runs out first, and whether all have
-        # batches.
-        everyone = consensus.gather(call, local)
-        origins = [origin for origin, _ in everyone]
-        lengths = [origin.cardinality for origin in origins]
-        is_batched = all(batched for _, batched in everyone)
-        cardinality = count_steps(lengths)
-        # A replica that has ended gives batches of zero rows, with the same spec as the
-        # other replicas' batches.
-        if is_batched and cardinality != UNKNOWN_CARDINALITY:
-            assert isinstance(pipeline, MapDataset)
-            _require_like_elements(extended, call, pipeline)
-        # Scalars cannot have zero rows, so unequal lengths cannot be evened out.
-        elif cardinality != UNKNOWN_CARDINALITY and len(set(lengths)) > 1:
-            raise ArgumentError(
-                f"{call}: the replicas' datasets have {lengths} elements and are not "
-                "batched, so a replica that runs out has no elements left; call "
-                "batch()"
-            )
-        # Needed even if this rank's pipeline has no shuffle: another rank's may have
-        # one.
-        entropy = _draw(extended, needed=True)
         plan = ReadPlan(
             extended,
-            pipeline,
+            batches.pipeline,
             is_global=False,
-            is_batched=is_batched,
-            cardinality=cardinality,
-            origin=Origin.of_own(origins, cardinality),
+            is_batched=batches.is_batched,
+            cardinality=batches.cardinality,
+            origin=batches.origin,
             options=options or InputOptions(),
             serial=extended.consensus.calls,
         )
-        return cls(plan, entropy)
+        return cls(plan, batches.entropy)
 
     @property
     def cardinality(self) -> int:
@@ -330,7 +322,7 @@ class DistributedDataset:
             return functools.reduce(function, iterator, initial_state)
 
         try:
-            return consensus.run_in_scope(call, go_through)
+            return consensus.run(call, go_through)
         except BaseException as error:
             # Ranks may have stopped at different steps.
             iterator.abandon()
@@ -367,96 +359,90 @@ def _require_batches(dataset: Dataset, call: str) -> None:
         )
 
 
-def _require_like_elements(
-    extended: ReplicaGroup, call: str, pipeline: MapDataset
-) -> None:
-    """Raise if the replicas' batches differ in structure, dtypes or dimensions."""
+class _OwnBatches(NamedTuple):
+    """The dataset that each replica has for itself; see `ReadPlan`."""
 
-    def describe() -> CallSignature:
-        leaves, spec = nest.flatten(pipeline.empty_batch(Epoch()))
-        # Only the number of dimensions: lengths may differ between replicas.
-        leaf_specs = tuple((a.dtype.name, f"{a.ndim} dimensions") for a in leaves)
-        return CallSignature(call, (), spec, leaf_specs)
-
-    extended.consensus.require_same(extended.consensus.guard(call, describe))
+    pipeline: MapDataset | IterDataset
+    is_batched: bool
+    cardinality: int
+    origin: Origin
+    entropy: int
 
 
-def _draw(extended: ReplicaGroup, needed: bool) -> int:
-    """Return a random seed that all replicas share. Collective if it is needed."""
-    if not needed:
-        return 0
-    return extended.consensus.root_only("seed", lambda: secrets.randbits(62))
+def _describe_elements(call: str, batches: _OwnBatches) -> CallSignature:
+    """Return what the replicas' batches must have in common.
+
+    A replica that has ended gives batches of zero rows like the others' batches. Those
+    of unknown length are compared at each step.
+    """
+    if not batches.is_batched or batches.cardinality == UNKNOWN_CARDINALITY:
+        return CallSignature(call)
+    assert isinstance(batches.pipeline, MapDataset)
+    leaves, spec = nest.flatten(batches.pipeline.empty_batch(Epoch()))
+    # Only the number of dimensions: lengths may differ between replicas
+    leaf_specs = tuple((a.dtype.name, f"{a.ndim} dimensions") for a in leaves)
+    return CallSignature(call, (), spec, leaf_specs)
 
 
-def share_indexes(
+def _share_indexes(
     extended: ReplicaGroup, pipeline: MapDataset | IterDataset, call: str
 ) -> None:
     """Index the files of a dataset; one rank indexes each file for all. Collective.
+
+    Called in a scope, which raises errors of one rank on all.
 
     Args:
       extended: of the strategy.
       pipeline: dataset whose files all ranks read.
       call: the user's call, for error messages.
 
-    Raises, on all ranks:
+    Raises:
       MismatchError: the ranks name different files.
       DataError: a file is missing, damaged, or does not fit the others.
     """
     consensus = extended.consensus
     if not (sources := _sources(pipeline)):
         return
-    # Compare the names first, or ranks would exchange indexes of different files.
-    same = consensus.guard(
-        call, lambda: tuple(("dataset", source.identify()) for source in sources)
-    )
-    consensus.require_same(CallSignature(call, same))
-    limits = _threads(extended), _kept_bytes(extended)
+    # Compare the names first, or ranks would exchange indexes of different files
+    names = tuple(("dataset", source.identify()) for source in sources)
+    consensus.require_same(CallSignature(call, names))
     for source in sources:
-        _share(extended, source, call, limits)
+        count = source.file_count
+        # Round-robin, so the metadata server sees each file once
+        inspected = range(consensus.rank, count, consensus.size)
+        by_rank = consensus.gather_objects(
+            call, functools.partial(_inspect, source, inspected, consensus.rank)
+        )
+        # Restore the order of the files: rank r has indexed r, r + size, ...
+        files = [by_rank[i % len(by_rank)][i // len(by_rank)] for i in range(count)]
+        source.adopt(files, consensus.rank, *_limits(extended))
 
 
-def index_own_files(
-    extended: ReplicaGroup, pipeline: MapDataset | IterDataset, call: str
+def _index_own_files(
+    extended: ReplicaGroup, pipeline: MapDataset | IterDataset
 ) -> None:
-    """Index the files of this rank's own dataset. Collective.
+    """Index the files of this rank's own dataset.
 
-    Raises, on all ranks:
-      DataError: a file of any rank is missing, damaged, or does not fit the others.
+    Raises:
+      DataError: a file is missing, damaged, or does not fit the others; it names the
+        rank, as other ranks do not have this file.
     """
-    consensus = extended.consensus
-    limits = _threads(extended), _kept_bytes(extended)
+    rank = extended.consensus.rank
+    for source in _sources(pipeline):
+        files = _inspect(source, range(source.file_count), rank)
+        with _naming(rank):
+            source.adopt(files, rank, *_limits(extended))
 
-    def index() -> None:
-        # Errors name the rank, as other ranks do not have this file.
-        with _naming(consensus.rank):
-            for source in _sources(pipeline):
-                files = source.inspect(range(source.file_count))
-                source.adopt(files, consensus.rank, *limits)
 
-    consensus.guard(call, index)
+def _inspect(source: IndexedSource, files: range, rank: int) -> list[Any]:
+    with _naming(rank):
+        return source.inspect(files)
 
 
 def _sources(pipeline: MapDataset | IterDataset) -> list[IndexedSource]:
     if isinstance(pipeline, IterDataset):
         return []
     return [s for s in pipeline.sources if isinstance(s, IndexedSource)]
-
-
-def _share(
-    extended: ReplicaGroup, source: IndexedSource, call: str, limits: tuple[int, int]
-) -> None:
-    """Index every size-th file, and exchange the indexes with all ranks. Collective."""
-    consensus, count = extended.consensus, source.file_count
-
-    def inspect() -> list[Any]:
-        # Round-robin, so the metadata server sees each file once
-        with _naming(consensus.rank):
-            return source.inspect(range(consensus.rank, count, consensus.size))
-
-    by_rank = consensus.gather(call, consensus.guard(call, inspect))
-    # Restore the order of the files: rank r has indexed r, r + size, ...
-    files = [by_rank[i % len(by_rank)][i // len(by_rank)] for i in range(count)]
-    consensus.guard(call, lambda: source.adopt(files, consensus.rank, *limits))
 
 
 @contextlib.contextmanager
@@ -470,15 +456,13 @@ def _naming(rank: int) -> Iterator[None]:
         raise named from error
 
 
-def _threads(extended: ReplicaGroup) -> int:
-    """Return the number of reading threads: one core is left for the computation."""
-    return max(1, int(extended.topology.core_share) - 1)
-
-
-def _kept_bytes(extended: ReplicaGroup) -> int:
-    """Return how much memory this rank may use to keep short rows."""
+def _limits(extended: ReplicaGroup) -> tuple[int, int]:
+    """Return how many threads may read, and the bytes of short rows to keep."""
+    topology = extended.topology
     free = min(free_bytes(is_shared=False).values(), default=0)
-    return min(_KEPT_BYTES, free // (_MEMORY_SHARE * extended.topology.node_sizes[-1]))
+    kept_bytes = min(_KEPT_BYTES, free // (_MEMORY_SHARE * topology.node_sizes[-1]))
+    # One core is left for the computation
+    return max(1, int(topology.core_share) - 1), kept_bytes
 
 
 def summarize(plan: ReadPlan) -> str:
@@ -499,7 +483,7 @@ def summarize(plan: ReadPlan) -> str:
     elif rows is None:
         parts.append(f"each divided over {replicas} replicas")
     else:
-        share = -(-rows // replicas)
+        share = largest_share(rows, replicas)
         parts.append(f"{_count(rows, 'row')} in each, {share:,} for a replica")
     return ", ".join(parts)
 

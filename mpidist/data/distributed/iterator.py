@@ -12,9 +12,15 @@ from typing import Any, NamedTuple, TypeVar
 
 from mpidist import context, values
 from mpidist.comm.consensus.signatures import CallSignature, group_by_rank, name_ranks
-from mpidist.data.distributed import prefetch
-from mpidist.data.distributed.prefetch import Prefetcher
-from mpidist.data.distributed.reader import LocalBatch, ReadPlan
+from mpidist.data.distributed.reader import (
+    LocalBatch,
+    Prefetcher,
+    ReadPlan,
+    UnreadError,
+    device_put,
+    empty_on_device,
+    start_reader,
+)
 from mpidist.data.distributed.shared_caches import reorder
 from mpidist.data.iterator import EpochCounter, make_state, read_state
 from mpidist.data.map_dataset import Epoch
@@ -37,10 +43,6 @@ __all__ = [
 T = TypeVar("T")
 _NEXT = "next of a distributed dataset"
 _SET_STATE = "set_state of a distributed dataset"
-
-
-class _UnreadError(Exception):
-    """A step of a group cannot be read; earlier steps of the group may be readable."""
 
 
 class DistributedIterator:
@@ -91,7 +93,7 @@ class DistributedIterator:
         self._agreed_until = 0  # all replicas have their batches before this step
         self._per_step_until = 0  # before this step, replicas agree on each step
         self._prefetcher = Prefetcher(
-            prefetch.start_reader(self._plan, epoch),
+            start_reader(self._plan, epoch),
             self._depth,
             self._plan.threads,
             self._plan.cardinality,
@@ -226,14 +228,15 @@ class DistributedIterator:
         """
         self._require_callable("set_state")
         plan, consensus = self._plan, self._plan.extended.consensus
-        # A wrong state on one rank raises on all ranks, before anything has changed.
-        epoch, step = consensus.guard(
-            _SET_STATE, lambda: read_state(state, plan.origin, plan.pipeline)
-        )
-        where = ("dataset", plan.serial), ("epoch", epoch.number), ("step", step)
-        # States that differ between ranks are found here, entropy included.
-        consensus.require_same(
-            CallSignature(_SET_STATE, (*where, ("the state's entropy", epoch.entropy)))
+
+        def describe(at: tuple[Epoch, int]) -> list[tuple[str, Any]]:
+            epoch, step = at
+            where = [("dataset", plan.serial), ("epoch", epoch.number), ("step", step)]
+            return [*where, ("the state's entropy", epoch.entropy)]
+
+        # A wrong state on one rank raises on all, before anything has changed
+        epoch, step = consensus.run(
+            _SET_STATE, read_state, state, plan.origin, plan.pipeline, same=describe
         )
         # Threads of the old position end before files are opened at the new one.
         self.close()
@@ -271,8 +274,9 @@ class DistributedIterator:
         """Skip the first steps of generators. Collective."""
         plan, consensus = self._plan, self._plan.extended.consensus
         try:
-            skipped = consensus.guard(_SET_STATE, lambda: self._prefetcher.skip(steps))
-            skipped_by_rank = consensus.gather(_SET_STATE, skipped)
+            skipped_by_rank = consensus.gather_objects(
+                _SET_STATE, lambda: self._prefetcher.skip(steps)
+            )
             # With own data per replica, those with less data may have ended before
             if (
                 min(skipped_by_rank) if plan.is_global else max(skipped_by_rank)
@@ -326,75 +330,71 @@ class DistributedIterator:
     def _agree(self) -> LocalBatch | None:
         """Return this replica's batch once all replicas have theirs. Collective."""
         plan, step = self._plan, self._step
-        # The replicas have already agreed on the group of this step
-        # No communication: this is the fast path of a step.
+        # The replicas have already agreed on the group of this step: the fast path
         if step < self._agreed_until:
             self._record_progress(step + 1)
             return self._read()
         where = ("dataset", plan.serial), ("epoch", self._epoch.number)
         if not plan.is_open_ended:
             return self._agree_on_rows(where)
-        consensus = plan.extended.consensus
-        local_batch = consensus.guard(_NEXT, self._read)
-        # The replica's own batch may be missing; then it needs an empty one like the
-        # others'.
+        # This replica's own batch may be missing; then it needs an empty one like the
+        # others'
         if not plan.is_global:
-            return self._fill_in((*where, ("step", step)), local_batch)
-        consensus.require_same(global_call(_NEXT, where, step, local_batch))
+            return self._read_own((*where, ("step", step)))
+
+        def describe(batch: LocalBatch | None) -> CallSignature:
+            return global_call(_NEXT, where, step, batch)
+
+        local_batch = self._agree_on(describe, self._read)
         self._template = local_batch.template if local_batch else self._template
         return local_batch
 
     def _agree_on_rows(self, where: Any) -> LocalBatch | None:
-        """Return this replica's batch; replicas agree once per step group."""
-        # `most` is the same on all ranks; a rank near its end may have fewer steps.
-        most = 1 if self._agrees_per_step else self._prefetcher.max_group_size
-        group = min(most, self._prefetcher.group_size(self._step))
-        call = CallSignature(
-            _NEXT, (*where, ("steps at a time", most)), step=self._step
-        )
-        if group > 1:
-            # One collective for the whole group of steps.
-            self._agree_on_group(call, group)
-            self._record_progress(self._step + 1)
-        if self._step < self._agreed_until:
-            return self._read()
-        return self._read_alike(call, self._read)
+        """Return this replica's batch; replicas agree once per step group.
 
-    def _read_alike(self, call: CallSignature, read: Callable[[], T]) -> T:
-        """Return `read()`; raise on all replicas if it fails on one. Collective.
+        In a group with an error they agree on each step.
 
         Raises:
           MismatchError: functions make other dtypes on some replicas.
         """
+        step, prefetcher = self._step, self._prefetcher
+        # `most` is the same on all ranks; a rank near its end may have fewer steps
+        most = 1 if self._agrees_per_step else prefetcher.max_group_size
+        stop = step + min(most, prefetcher.group_size(step))
+        call = CallSignature(_NEXT, (*where, ("steps at a time", most)), step=step)
+
+        def describe(_: object) -> CallSignature:
+            if (kinds := prefetcher.kinds) is None or not self._plan.is_global:
+                return call
+            return call._replace(spec=kinds.spec, leaves=kinds.dtypes)
+
+        if stop - step > 1:
+            if step >= self._per_step_until:
+                try:
+                    self._agree_on(describe, prefetcher.require_group, step)
+                    steps = self._plan.cardinality
+                    self._agreed_until = stop if steps < 0 else min(stop, steps)
+                except UnreadError:  # on all replicas
+                    self._per_step_until = stop
+            self._record_progress(step + 1)
+        if step < self._agreed_until:
+            return self._read()
+        return self._agree_on(describe, self._read)
+
+    def _agree_on(
+        self, describe: Callable[[T], CallSignature], read: Callable[..., T], *args: Any
+    ) -> T:
+        """Return `read(*args)`; see `Consensus.run`. Collective."""
         consensus = self._plan.extended.consensus
-        result = consensus.guard(call.operation, read)
-        kinds = self._prefetcher.kinds
-        if kinds is not None and self._plan.is_global:
-            call = call._replace(spec=kinds.spec, leaves=kinds.dtypes)
-        consensus.require_same(call, yield_cpu=True)
-        return result
-
-    def _agree_on_group(self, call: CallSignature, group: int) -> None:
-        """Agree with all replicas whether a group was read. Collective.
-
-        Does nothing in a group with an error: there, replicas agree on each step.
-        """
-        step = self._step
-        # A step of this group failed to be read on some rank: go step by step.
-        if step < self._per_step_until:
-            return
-
-        def read() -> None:
-            if not self._prefetcher.can_read_group(step):
-                raise _UnreadError
-
+        # Other threads may still read: leave them the core
+        yields = not self._plan.is_open_ended
         try:
-            self._read_alike(call, read)
-        except _UnreadError:  # on all replicas
-            self._per_step_until = step + group
-        else:
-            steps = self._plan.cardinality
-            self._agreed_until = step + group if steps < 0 else min(step + group, steps)
+            return consensus.run(_NEXT, read, *args, same=describe, yield_cpu=yields)
+        except Exception:
+            raise
+        except BaseException as error:  # this rank alone exits, or is interrupted
+            consensus.leave(error)
+            raise
 
     def _record_progress(self, step: int | None) -> None:
         """Record this replica's step, which the next collective compares."""
@@ -404,22 +404,23 @@ class DistributedIterator:
         else:
             progress.set(self._progress_key, step)
 
-    def _fill_in(self, where: Any, local_batch: LocalBatch | None) -> LocalBatch | None:
+    def _read_own(self, where: Any) -> LocalBatch | None:
         """Return the batch, or one without rows while others have rows. Collective.
 
         In the first step, replicas exchange the specs of their batches.
         """
         is_first, consensus = self._template is None, self._plan.extended.consensus
+        batches: list[LocalBatch | None] = []  # the one that `read` returned
 
-        def describe() -> Any:
-            return local_batch is not None and (
-                not is_first or BatchSpec.of(local_batch.template)
+        def read() -> Any:
+            batches.append(batch := self._read())
+            return where, batch is not None and (
+                not is_first or BatchSpec.of(batch.template)
             )
 
-        sent = where, consensus.guard(_NEXT, describe)
-        everyone = consensus.gather(_NEXT, sent)
-        require_equal(_NEXT, "the place", [place for place, _ in everyone])
-        specs = [spec for _, spec in everyone]
+        by_rank = consensus.gather_objects(_NEXT, read)
+        require_equal(_NEXT, "the place", [place for place, _ in by_rank])
+        specs = [spec for _, spec in by_rank]
         if not any(specs):
             return None
         if not all(specs):
@@ -427,19 +428,20 @@ class DistributedIterator:
         if is_first:
             texts = [spec.text if spec else "missing" for spec in specs]
             require_equal(_NEXT, "the batch", texts)
+        local_batch = batches[0]
         if local_batch is not None:
             self._template = local_batch.template
+        if all(specs):
+            return local_batch
 
         def fill() -> LocalBatch:
             if self._template is None:  # on this rank the class may not exist
                 self._template = next(spec for spec in specs if spec).load()
             return local_batch or LocalBatch(
-                prefetch.empty_on_device(self._plan, self._template)
+                empty_on_device(self._plan, self._template)
             )
 
-        if all(specs):
-            return local_batch
-        return self._plan.extended.run_collectively(CallSignature(_NEXT), fill)
+        return consensus.run(_NEXT, fill)
 
     def _require_replaceable(self, specs: Sequence[Any], is_first: bool) -> None:
         """Raise, on all ranks, if ranks that ended cannot get batches without rows."""
@@ -461,7 +463,7 @@ class DistributedIterator:
 
     def _read(self) -> LocalBatch | None:
         try:
-            return prefetch.device_put(self._prefetcher.read(self._step))
+            return device_put(self._prefetcher.read(self._step))
         except BaseException as error:
             fold(error)  # before other ranks show its traceback
             raise

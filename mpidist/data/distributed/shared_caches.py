@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import pickle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.data import combining
 from mpidist.data.caching import (
     Cache,
@@ -24,7 +23,7 @@ from mpidist.data.caching import (
 )
 from mpidist.data.elements import one_dtype, split, stack
 from mpidist.data.iter_dataset import IterDataset
-from mpidist.data.map_dataset import Epoch, MapDataset, OpenSources
+from mpidist.data.map_dataset import Epoch, MapDataset, OpenSources, walk
 from mpidist.data.sharding import WHOLE, BatchShare
 from mpidist.data.sources import Positions
 from mpidist.errors import ArgumentError
@@ -41,46 +40,30 @@ _CALL = "cache"
 
 
 def require_shareable(steps: MapDataset | IterDataset) -> None:
-    """Raise if a cache cannot be shared, because its number of elements is unknown."""
+    """Raise if a cache cannot be shared.
 
-    def check(cache: Cache | IterCache, parent: Any) -> Any:
-        if isinstance(cache, IterCache):
+    Raises:
+      ArgumentError: its number of elements is unknown; or it comes after a shuffle
+        without a seed in a later part of a zip, whose entropy is not that of the whole
+        dataset (see `epoch_of_component`).
+    """
+    for step in walk(steps):
+        if isinstance(step, IterCache):
             raise ArgumentError(
                 "cache() of a generator's dataset cannot be divided over replicas, "
                 "because the number of its elements is unknown; use a dataset of "
                 "arrays or files, or cache in distribute_datasets_from_function"
             )
-        cache.require_end()
-        # Unchanged: this pass only checks.
-        return cache
-
-    replace_caches(steps, check)
-    _require_known_order(steps)
-
-
-def _require_known_order(steps: Any) -> None:
-    """Raise if a cache behind a shuffle without a seed is in a later part of a zip.
-
-    Its entropy is not that of the whole dataset (see `epoch_of_component`).
-    """
-
-    def check(cache: Cache | IterCache, parent: Any) -> Any:
-        if parent.needs_entropy:
-            raise ArgumentError(
-                "cache() after a shuffle without a seed works only in the first "
-                "dataset of zip(); give the shuffle a seed"
-            )
-        return cache
-
-    if isinstance(steps, combining.Zip | combining.IterZip):
-        for part in steps.later_components:
-            replace_caches(part, check)
-
-    def look(parent: Any) -> Any:
-        _require_known_order(parent)
-        return parent
-
-    steps.replace_parents(look)
+        if isinstance(step, Cache):
+            step.require_end()
+    zips = (s for s in walk(steps) if isinstance(s, combining.Zip | combining.IterZip))
+    for later in itertools.chain.from_iterable(step.parents[1:] for step in zips):
+        for step in walk(later):
+            if isinstance(step, Cache | IterCache) and step.parent.needs_entropy:
+                raise ArgumentError(
+                    "cache() after a shuffle without a seed works only in the first "
+                    "dataset of zip(); give the shuffle a seed"
+                )
 
 
 def share(
@@ -146,17 +129,7 @@ def has_caches(steps: MapDataset | IterDataset) -> bool:
 
 
 def _shared_caches(steps: MapDataset | IterDataset) -> list[NodeCache]:
-    caches: list[NodeCache] = []
-    _collect(caches, steps)
-    return caches
-
-
-def _collect(caches: list[NodeCache], parent: Any) -> Any:
-    """Append a step and those before it that are caches."""
-    if isinstance(parent, NodeCache):
-        caches.append(parent)
-    # Not a recursive closure: its reference cycle would keep caches alive
-    return parent.replace_parents(functools.partial(_collect, caches))
+    return [step for step in walk(steps) if isinstance(step, NodeCache)]
 
 
 def _make(
@@ -175,27 +148,22 @@ def _make(
         first_rows.append(_first_rows(parent, epoch, first))
         return row_spec(first_rows[0])
 
-    # Rank 0 reads rows and sends their spec; all ranks read if it cannot be pickled
-    # The others need not read: they may not even see the file yet.
-    pickled = consensus.root_only(_CALL, lambda: _pickle(read_spec()))
-    spec = consensus.guard(
-        _CALL, lambda: pickle.loads(pickled) if pickled else read_spec()
-    )
-    assert parent.length is not None
-    # Room for whole batches: row j of batch i lies at i * batch_size + j.
-    fields = fields_of(spec, parent.length * (parent.batch_size or 1))
-    storage = extended.node_memory.allocate(owner, fields, (epoch, spec))
-    cache = NodeCache(parent, storage, owner, first)
-
-    def fill() -> None:
-        # Only ranks that have read rows fill them in; rows are the same on all.
-        for rows in first_rows[:1]:
+    def make() -> NodeCache:
+        # Rank 0 reads rows and sends their spec: the others may not see the file yet.
+        # All ranks read if it cannot be pickled.
+        pickled = consensus.root_only(_CALL, lambda: _pickle(read_spec()))
+        spec = pickle.loads(pickled) if pickled else read_spec()
+        assert parent.length is not None
+        # Room for whole batches: row j of batch i lies at i * batch_size + j
+        fields = fields_of(spec, parent.length * (parent.batch_size or 1))
+        storage = extended.node_memory.allocate(owner, fields, (epoch, spec))
+        cache = NodeCache(parent, storage, owner, first)
+        for rows in first_rows[:1]:  # on the ranks that have read them
             cache.fill(rows)
+        return cache
 
-    extended.run_collectively(
-        CallSignature(_CALL), fill
-    )  # so that no rank reads these rows again
-    return cache
+    # Ranks agree once rows are filled in, so that none reads these again
+    return consensus.run(_CALL, make)
 
 
 def _first_rows(parent: MapDataset, epoch: Epoch, first: BatchShare) -> Any:
@@ -293,8 +261,8 @@ class NodeCache(CacheBase):
         # `batch_size` for all batches, also the short last one, so that places are
         # fixed.
         size, rows = self.batch_size or 1, self.batch_rows(epoch, i)
-        own = share.of(rows)
-        numbers = np.arange(i * size + own.start, i * size + own.stop)
+        part = share.of(rows)
+        numbers = np.arange(i * size + part.start, i * size + part.stop)
         if numbers.size == 0:
             return self.empty_batch(epoch)
         # Another epoch was cached by now: read without storing.

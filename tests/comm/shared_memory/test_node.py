@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mpidist import Dataset
-from mpidist.data.hdf5.dataset_reader import pick_rows
+from mpidist.hdf5.read import pick_rows
 from mpidist.util.buffers import Buffers
 
 SHAPES = [(), (1,), (3, 5), (4096,), (5000, 3), (0,), (2, 0)]

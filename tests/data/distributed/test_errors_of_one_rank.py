@@ -133,3 +133,18 @@ def test_batches_whose_structure_cannot_be_sent(strategy, comm, ends):
     else:
         assert len(list(data)) == (not ends)
     require_usable(strategy)
+
+
+def test_generators_run_without_the_lock_of_the_strategy(strategy):
+    holders = []
+
+    def generate():
+        for i in range(3):
+            # Other threads may use the strategy while this one waits for its data
+            holders.append(strategy.extended.consensus.lock.holder)
+            yield np.arange(i, i + 2)
+
+    at_once = mpidist.InputOptions(experimental_per_replica_buffer_size=0)
+    batches = strategy.distribute_datasets_from_function(lambda _: generate, at_once)
+    assert len(list(batches)) == 3
+    assert holders == [0, 0, 0]

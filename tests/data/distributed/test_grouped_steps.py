@@ -10,7 +10,7 @@ import pytest
 
 import mpidist
 from mpidist import Dataset, InputOptions
-from mpidist.data.distributed import prefetch, reader
+from mpidist.data.distributed import reader
 
 ROWS = 200
 
@@ -189,7 +189,7 @@ def test_slow_reads_are_left_to_a_thread(strategy, path, read_in_threads, thread
 
 
 def test_short_reads_are_not_handed_over(strategy, path, monkeypatch, threads):
-    monkeypatch.setattr(prefetch, "_SHORT_SECONDS", 1e9)
+    monkeypatch.setattr(reader, "_SHORT_SECONDS", 1e9)
     go_through(strategy, Dataset.from_hdf5(path, "x").batch(8))
     assert set(threads) == {"MainThread"}
 
@@ -198,7 +198,7 @@ def test_functions_are_never_called_in_the_thread_that_waits(
     strategy, path, monkeypatch, threads
 ):
     """They would be in its context, sometimes: how long reads take differs by rank."""
-    monkeypatch.setattr(prefetch, "_SHORT_SECONDS", 1e9)
+    monkeypatch.setattr(reader, "_SHORT_SECONDS", 1e9)
     dataset = Dataset.from_hdf5(path, "x").batch(8).map(lambda x: x).cache()
     with strategy.scope():
         for _ in range(2):
@@ -208,7 +208,7 @@ def test_functions_are_never_called_in_the_thread_that_waits(
 
 def test_functions_that_communicate(strategy, comm, path, monkeypatch):
     """They pair by position, however long each rank takes."""
-    monkeypatch.setattr(prefetch, "_SHORT_SECONDS", -1.0 if comm.rank == 1 else 1e9)
+    monkeypatch.setattr(reader, "_SHORT_SECONDS", -1.0 if comm.rank == 1 else 1e9)
 
     def total(x):
         return x + 0 * int(strategy.reduce("SUM", 1))

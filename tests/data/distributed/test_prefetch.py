@@ -12,8 +12,8 @@ from thread_streams import DeviceArray, ThreadCopyStream
 
 import mpidist
 from mpidist import Dataset, InputOptions
-from mpidist.data.distributed import prefetch, reader
-from mpidist.data.distributed.prefetch import Prefetcher
+from mpidist.data.distributed import reader
+from mpidist.data.distributed.reader import Prefetcher
 from mpidist.device import arrays, binding, streams
 
 DEPTHS = [0, 1, 3]
@@ -330,7 +330,7 @@ def test_arrays_stay_on_the_host_where_that_is_asked_for(strategy, stream):
 def test_on_a_cpu_batches_are_handed_out_as_they_were_read(
     strategy, monkeypatch, depth
 ):
-    monkeypatch.setattr(prefetch.host_to_device, "Uploads", None)
+    monkeypatch.setattr(reader.host_to_device, "Uploads", None)
     if strategy.extended.device != "CPU:0":
         pytest.skip("the replicas are on GPUs")
     read, original = [], Prefetcher.read

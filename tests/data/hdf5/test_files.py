@@ -27,10 +27,10 @@ from hdf5_files import require_same
 
 import mpidist
 from mpidist import DataError, Dataset
-from mpidist.data.hdf5 import files
-from mpidist.data.hdf5.files import RawFile
-from mpidist.data.hdf5.index import state_of
-from mpidist.data.hdf5.rows import FileMap
+from mpidist.hdf5 import files
+from mpidist.hdf5.files import RawFile
+from mpidist.hdf5.index import state_of
+from mpidist.hdf5.read import FileMap
 from mpidist.util.buffers import Buffers
 
 SIZE = 3_000_000

@@ -35,8 +35,8 @@ from hdf5_files import Recipe, require_same
 
 from mpidist import DataError, Dataset
 from mpidist.data.distributed import reader
-from mpidist.data.hdf5 import dataset_reader
-from mpidist.data.hdf5.rows import Hdf5Rows
+from mpidist.hdf5 import files
+from mpidist.hdf5.read import Hdf5Rows
 
 
 @pytest.fixture(autouse=True)
@@ -195,7 +195,7 @@ def test_one_of_many_files_that_is_rewritten_in_place_between_epochs(
 def test_a_file_that_rows_are_in_by_a_link_or_as_a_source(
     strategy, comm, mpi_tmp_path, monkeypatch, change, few
 ):
-    monkeypatch.setattr(dataset_reader, "_FEW_FILES", few)
+    monkeypatch.setattr(files, "_FEW_FILES", few)
     data, path = wide(8), mpi_tmp_path / "a.h5"
     source = mpi_tmp_path / "source.h5"
 

@@ -33,8 +33,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidist import DataError, Dataset
-from mpidist.data.hdf5 import chunks as hdf5_chunks
-from mpidist.data.hdf5.index import ReadMethod, index_file
+from mpidist.hdf5 import chunks as hdf5_chunks
+from mpidist.hdf5.index import ReadMethod, index_file
 
 
 @pytest.mark.parametrize("kind", [*PLAIN, *ODD])

@@ -17,7 +17,7 @@ from hdf5_kinds import (
 
 import mpidist
 from mpidist import Dataset
-from mpidist.data.hdf5.rows import Hdf5Rows
+from mpidist.hdf5.read import Hdf5Rows
 
 STILL_WRITTEN = {
     "contiguous": Recipe(),

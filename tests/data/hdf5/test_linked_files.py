@@ -16,7 +16,7 @@ from hdf5_damage import on_root
 from hdf5_kinds import require_all
 
 from mpidist import DataError, Dataset
-from mpidist.data.hdf5.index import choose_datasets
+from mpidist.hdf5.index import choose_datasets
 
 SCRIPT = """
 import sys

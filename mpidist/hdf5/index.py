@@ -23,14 +23,14 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from mpidist.data.hdf5 import chunks as hdf5_chunks
-from mpidist.data.hdf5.chunks import Filter
-from mpidist.data.hdf5.linked_files import (
+from mpidist.errors import DataError
+from mpidist.hdf5 import chunks as hdf5_chunks
+from mpidist.hdf5.chunks import Filter
+from mpidist.hdf5.linked_files import (
     check_sources,
     find_linked,
     open_hdf5,
 )
-from mpidist.errors import DataError
 from mpidist.util.files import open_regular
 
 __all__ = [

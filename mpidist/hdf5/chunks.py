@@ -1,4 +1,4 @@
-"""Chunks: their place in the file, and decoding of deflate, shuffle and fletcher32.
+"""Chunks: their offsets in the file, and decoding of deflate, shuffle and fletcher32.
 
 The formats are those of the HDF5 library's H5Zdeflate.c, H5Zshuffle.c and
 H5Zfletcher32.c. libdeflate (the package `deflate`) inflates, among the fastest on PyPI
@@ -7,6 +7,7 @@ H5Zfletcher32.c. libdeflate (the package `deflate`) inflates, among the fastest 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import math
@@ -20,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "ChunkLayout",
     "ChunkTable",
     "Filter",
     "UNWRITTEN",
@@ -169,6 +171,39 @@ def _reduce(total: int) -> int:
     return (total - 1) % _MODULUS + 1
 
 
+# Of a shuffle block
+_SHUFFLED_BYTES = 256 << 20
+_SHUFFLED_CHUNKS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkLayout:
+    """How rows are stored in chunks.
+
+    Args:
+      lengths: number of rows of each run (file); each run starts a new chunk.
+      rows: number of rows of a chunk; the last chunk of a run may have fewer.
+      row_bytes: bytes of a row in memory.
+      is_costly: whether reading one row costs as much as reading its chunk.
+    """
+
+    lengths: tuple[int, ...]
+    rows: int
+    row_bytes: int
+    is_costly: bool
+
+    @functools.cached_property
+    def count(self) -> int:
+        """The number of chunks."""
+        return sum(-(-length // self.rows) for length in self.lengths)
+
+    @property
+    def default_block_chunks(self) -> int:
+        """The default size of a shuffle block: 64 chunks, or at most 256 MiB."""
+        fitting = _SHUFFLED_BYTES // max(1, self.rows * self.row_bytes)
+        return min(max(1, fitting), _SHUFFLED_CHUNKS)
+
+
 Numbers = npt.NDArray[np.int64]
 
 UNWRITTEN = -1
@@ -239,10 +274,10 @@ def table_of(dataset: h5py.Dataset) -> ChunkTable | None:
         return None
     stored = _stored(dataset) if count else np.empty((0, dataset.ndim + 3), np.int64)
     # Refuse positions outside of the dataset, and two chunks at one position
-    places = stored[:, : dataset.ndim] // dataset.chunks
-    if (places >= grid).any():
+    coordinates = stored[:, : dataset.ndim] // dataset.chunks
+    if (coordinates >= grid).any():
         return None
-    numbers = np.ravel_multi_index(tuple(places.T), grid)
+    numbers = np.ravel_multi_index(tuple(coordinates.T), grid)
     if np.unique(numbers).size < numbers.size:
         return None
     size_bytes = dataset.dtype.itemsize * math.prod(dataset.chunks)

@@ -58,23 +58,23 @@ def find_linked(file: h5py.File, name: str, links: int = _MOST_LINKS) -> list[st
       OSError: one is not a regular file.
     """
     root = h5g.open(file.id, b"/")
-    place, parts = root, name.encode().split(b"/")
+    item, parts = root, name.encode().split(b"/")
     while parts and links:
         part, *parts = parts
         if part in (b"", b"."):
             continue
-        if not isinstance(place, h5g.GroupID) or not place.links.exists(part):
+        if not isinstance(item, h5g.GroupID) or not item.links.exists(part):
             break
-        kind = place.links.get_info(part).type
+        kind = item.links.get_info(part).type
         if kind == h5l.TYPE_HARD:
-            place = h5o.open(place, part)
+            item = h5o.open(item, part)
         elif kind == h5l.TYPE_SOFT:
             links -= 1
-            target = place.links.get_val(part)
-            place = root if target.startswith(b"/") else place
+            target = item.links.get_val(part)
+            item = root if target.startswith(b"/") else item
             parts = target.split(b"/") + parts
         elif kind == h5l.TYPE_EXTERNAL:
-            other, target = place.links.get_val(part)
+            other, target = item.links.get_val(part)
             rest = os.fsdecode(b"/".join([target, *parts]))
             return _follow(_find(os.fsdecode(other), file, _LINKS), rest, links - 1)
         else:
@@ -116,9 +116,9 @@ def check_sources(
             for source, problem in _look_up(dataset, existing, files):
                 if problem:
                     missing[problem] = None
-                elif (place := (source.file.filename, source.name)) not in seen:
+                elif (key := (source.file.filename, source.name)) not in seen:
                     pending.append(source)
-                    seen.add(place)
+                    seen.add(key)
     return list(missing)
 
 
@@ -224,15 +224,15 @@ def _sources_of(dataset: h5py.Dataset) -> dict[str, dict[str, tuple[int, ...]]]:
     selected elements; empty if that is not known.
     """
     plist = dataset.id.get_create_plist()
-    found: dict[str, dict[str, tuple[int, ...]]] = collections.defaultdict(dict)
+    sources: dict[str, dict[str, tuple[int, ...]]] = collections.defaultdict(dict)
     for number in range(plist.get_virtual_count()):
         file = _decoded(plist.get_virtual_filename, number)
         name = _decoded(plist.get_virtual_dsetname, number)
         stops = _stops(plist.get_virtual_srcspace(number))
-        before = found[file].get(name, ())
+        before = sources[file].get(name, ())
         both = itertools.zip_longest(before, stops, fillvalue=0)
-        found[file][name] = tuple(map(max, both))
-    return found
+        sources[file][name] = tuple(map(max, both))
+    return sources
 
 
 def _decoded(get: Callable[[int], str], number: int) -> str:
@@ -301,14 +301,12 @@ def _find(
     ]
     directories = [*prefixes, str(path.parent), "", str(path.resolve().parent)]
     # For a missing absolute path, HDF5 tries its last component alone
-    places = [os.path.join(d, n) for n in (name, Path(name).name) for d in directories]
+    paths = [os.path.join(d, n) for n in (name, Path(name).name) for d in directories]
     if is_numbered:
-        patterns = [
-            glob.escape(p).replace("%%", "%").replace("%b", "*") for p in places
-        ]
-        places = [existing for pattern in patterns for existing in glob.glob(pattern)]
-    places = list(dict.fromkeys(map(os.path.abspath, places)))
-    existing = [p for p in places if os.path.exists(p) and not os.path.isdir(p)]
-    for place in existing:
-        require_regular(place)
+        patterns = [glob.escape(p).replace("%%", "%").replace("%b", "*") for p in paths]
+        paths = [existing for pattern in patterns for existing in glob.glob(pattern)]
+    paths = list(dict.fromkeys(map(os.path.abspath, paths)))
+    existing = [p for p in paths if os.path.exists(p) and not os.path.isdir(p)]
+    for name in existing:
+        require_regular(name)
     return existing

@@ -1,4 +1,4 @@
-"""Raw access to the bytes of a file, by `preadv`.
+"""Open files: their bytes, by `preadv`, or by h5py; and the names that users give.
 
 A memory map would be faster for short rows in random order, but a disk error or a file
 that is truncated meanwhile would kill the process by SIGBUS; a read returns an error.
@@ -6,21 +6,32 @@ that is truncated meanwhile would kill the process by SIGBUS; a read returns an 
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import errno
 import glob
 import itertools
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import numpy.typing as npt
 
-from mpidist.data.hdf5.index import FileState, state_of
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
+from mpidist.hdf5.index import (
+    DatasetIndex,
+    FileIndex,
+    FileState,
+    kind_of,
+    state_of,
+)
+from mpidist.hdf5.linked_files import open_hdf5
 from mpidist.util import validation
 from mpidist.util.buffers import Buffers
 from mpidist.util.files import open_regular
@@ -28,11 +39,11 @@ from mpidist.util.mounts import is_local, lateness, wait_for_file
 
 __all__ = [
     "Map",
+    "OpenFiles",
     "RawFile",
     "check_names",
     "list_files",
     "pieces_of",
-    "wait_until_seen",
 ]
 
 
@@ -83,7 +94,7 @@ class RawFile:
         If another node has read the index, this node may see an older state for a
         while, or no file: network file systems cache metadata.
         """
-        end = time.monotonic() + _lateness(expected)
+        end = None
         while True:
             try:
                 with contextlib.ExitStack() as closing:
@@ -95,6 +106,8 @@ class RawFile:
                         return
             except FileNotFoundError as missing:
                 error = missing
+            if end is None:
+                end = time.monotonic() + _lateness(expected)
             if time.monotonic() >= end:
                 raise error
             time.sleep(_LATE_PAUSE_SECONDS)
@@ -132,11 +145,8 @@ class RawFile:
         rows: Bytes = buffers.empty((offsets.size, size_bytes), _BYTE)
         order = np.argsort(offsets)
         ordered = offsets[order]
-
-        def fill(piece: slice) -> None:
-            self._fill(rows, order[piece], ordered[piece])
-
-        list(parallel(fill, pieces_of(offsets.size, size_bytes)))
+        pieces = pieces_of(offsets.size, size_bytes)
+        list(parallel(lambda p: self._fill(rows, order[p], ordered[p]), pieces))
         self.check()
         return rows
 
@@ -182,12 +192,12 @@ class RawFile:
             f"{self._size_bytes} and a different modification time; {advice}"
         )
 
-    def _fill(self, rows: Bytes, places: Offsets, starts: Offsets) -> None:
-        """Fill the rows at `places` with the bytes at `starts`, which ascend."""
+    def _fill(self, rows: Bytes, positions: Offsets, starts: Offsets) -> None:
+        """Fill the rows at `positions` with the bytes at `starts`, which ascend."""
         size_bytes, flat = rows.shape[1], rows.reshape(-1).data
-        in_order, mixed = _spans_of(places, starts, size_bytes)
+        in_order, mixed = _spans_of(positions, starts, size_bytes)
         first, count = in_order
-        where = starts[first], places[first] * size_bytes, count * size_bytes
+        where = starts[first], positions[first] * size_bytes, count * size_bytes
         for start, at, length in zip(*(n.tolist() for n in where), strict=True):
             self._read_into(flat[at : at + length], start)
         items = rows.view(np.dtype((np.void, size_bytes))).reshape(-1)
@@ -196,7 +206,7 @@ class RawFile:
             inside = starts[some] - starts[first]
             data = bytearray(int(inside[-1]) + size_bytes)
             self._read_into(memoryview(data), int(starts[first]))
-            items[places[some]] = _items_of(data, size_bytes)[inside]
+            items[positions[some]] = _items_of(data, size_bytes)[inside]
 
     def _read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill a buffer with the bytes from `offset` on."""
@@ -218,7 +228,7 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_size, status.st_mtime_ns, min(status.st_nlink, 1)
 
 
-def wait_until_seen(state: FileState) -> None:
+def _wait_until_seen(state: FileState) -> None:
     """Wait a while for a file that another node has seen and this one does not."""
     if state.node != os.uname().nodename:
         wait_for_file(state.path, _LATE_SECONDS)
@@ -245,11 +255,13 @@ def _items_of(data: bytearray, size_bytes: int) -> npt.NDArray[np.void]:
     return items
 
 
-def _spans_of(places: Offsets, starts: Offsets, size_bytes: int) -> tuple[Spans, Spans]:
+def _spans_of(
+    positions: Offsets, starts: Offsets, size_bytes: int
+) -> tuple[Spans, Spans]:
     """Divide rows into spans of the file that are read in one call each.
 
     Args:
-      places: numbers of the rows in memory.
+      positions: numbers of the rows in memory.
       starts: their offsets in the file, ascending.
       size_bytes: of each row.
 
@@ -258,8 +270,8 @@ def _spans_of(places: Offsets, starts: Offsets, size_bytes: int) -> tuple[Spans,
     """
     steps = np.diff(starts)
     # Rows after which the next one does not follow both in the file and in memory
-    turns = np.flatnonzero((steps != size_bytes) | (np.diff(places) != 1))
-    # Rows that are near each other are read with the gap and copied to their places
+    turns = np.flatnonzero((steps != size_bytes) | (np.diff(positions) != 1))
+    # Rows that are near each other are read with the gap and copied into place
     before, after = starts[turns], starts[turns + 1]
     is_far = before // _PIECE_BYTES != after // _PIECE_BYTES
     is_far |= after - before > size_bytes + _GAP_BYTES
@@ -271,6 +283,130 @@ def _spans_of(places: Offsets, starts: Offsets, size_bytes: int) -> tuple[Spans,
     is_in_order = edges[0] == edges[1]
     spans = np.stack([first, count])
     return spans[:, is_in_order], spans[:, ~is_in_order]
+
+
+_OPEN_FILES = 128
+_FEW_FILES = 16  # up to so many are checked at each read
+
+
+class OpenFiles:
+    """Cache of open files by path, as bytes and by h5py. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._raw: collections.OrderedDict[Path, Any] = collections.OrderedDict()
+        self._hdf5: collections.OrderedDict[Path, Any] = collections.OrderedDict()
+        # States when this process first opened them, kept when files are closed
+        self._states: dict[Path, FileState] = {}
+        self._other_states: dict[Path, FileState] = {}
+        # Files whose many sources were checked since `check_others`
+        self._checked: set[Path] = set()
+        self._lock = threading.RLock()
+
+    def raw(self, path: Path, file_index: FileIndex) -> RawFile:
+        """Return a file as bytes; it must be unchanged since it was indexed."""
+        # Once this process has opened the file, what it saw then counts: another rank
+        # may have indexed a copy of it.
+        expected = self._states.get(path, file_index.state)
+        file: RawFile = self._opened(self._raw, path, lambda: RawFile(path, expected))
+        self._states.setdefault(path, file.state)
+        return file
+
+    def by_h5py(
+        self,
+        path: Path,
+        file_index: FileIndex,
+        index: DatasetIndex,
+        read: Callable[[h5py.Dataset], Any],
+    ) -> Any:
+        """Return `read(dataset)`; the dataset must be unchanged since it was indexed.
+
+        One thread at a time: h5py serialises calls anyway, and is not safe everywhere.
+        """
+        with self._lock:
+            if path not in self._hdf5 and path == file_index.path:
+                # HDF5 returns zeros for sources that it does not see
+                for state in (file_index.state, *file_index.others):
+                    _wait_until_seen(state)
+            result = self._by_h5py(path, index, read)
+            if not file_index.is_being_written:
+                # HDF5 returns zeros for bytes beyond the end of a truncated file
+                self.raw(path, file_index).require_unchanged()
+                self._require_others_unchanged(path, file_index)
+            return result
+
+    def check_others(self) -> None:
+        """Check the sources of files with many of them again at the next read."""
+        # Many sources are checked once per epoch instead of at each read.
+        with self._lock:
+            self._checked.clear()
+
+    def _require_others_unchanged(self, path: Path, file_index: FileIndex) -> None:
+        """Raise a DataError if a linked file or VDS source has changed."""
+        # A rank that has its own path of the file may have its own sources, too
+        if path != file_index.path or path in self._checked:
+            return
+        for before in file_index.others:
+            expected = self._other_states.setdefault(before.path, before)
+            if changes := expected.changes_to(state_of(before.path), is_shared=False):
+                raise DataError(
+                    f"{before.path}, a source of this file, was changed: "
+                    f"{', '.join(changes)}; a file must not change while it is read; "
+                    "create a new dataset to read its present contents"
+                )
+        if len(file_index.others) > _FEW_FILES:
+            self._checked.add(path)
+
+    def _by_h5py(
+        self, path: Path, index: DatasetIndex, read: Callable[[h5py.Dataset], Any]
+    ) -> Any:
+        file = self._opened(self._hdf5, path, lambda: open_hdf5(path))
+        dataset = file[index.name]
+        # None where it is no dataset any more: the file was replaced.
+        kind = kind_of(dataset) if isinstance(dataset, h5py.Dataset) else None
+        if index.dtype.kind == "c" and kind == (index.shape, _swapped(index)):
+            # HDF5 sorts the members of a compound type at its first conversion
+            return read(dataset.astype(index.dtype))
+        if kind != (index.shape, index.dtype):
+            raise DataError(
+                f"it was {(index.shape, index.dtype)} and is now {kind}; a file "
+                "must not change while it is read"
+            )
+        return read(dataset)
+
+    def close(self) -> None:
+        """Close all files; a read of bytes in another thread still completes."""
+        with self._lock:
+            # Raw files stay open as long as readers hold them.
+            self._raw.clear()
+            while self._hdf5:
+                self._hdf5.popitem()[1].close()
+
+    def _opened(
+        self,
+        files: collections.OrderedDict[Path, Any],
+        path: Path,
+        open_file: Callable[[], Any],
+    ) -> Any:
+        with self._lock:
+            if path not in files:
+                try:
+                    files[path] = open_file()
+                except OSError as error:
+                    if error.errno != errno.EMFILE:
+                        raise
+                    self.close()  # the limit of open files is lower than ours
+                    files[path] = open_file()
+            files.move_to_end(path)
+            # The least recently used one.
+            if len(files) > _OPEN_FILES:
+                files.popitem(last=False)
+            return files[path]
+
+
+def _swapped(index: DatasetIndex) -> np.dtype[Any]:
+    """Return the dtype of complex numbers with the imaginary part first."""
+    part = f"{index.dtype.byteorder}f{index.dtype.itemsize // 2}"
+    return np.dtype([("i", part), ("r", part)])
 
 
 _LONGEST = 4096  # of a name in a file, in bytes, with its groups
