@@ -151,9 +151,13 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             check("")
         else:
             group = strategy.extended
-            group.consensus.guard(CALL, check, group.device)
             settings = {"reduction": reduction, "rows": rows == "equal", **arguments}
-            _require_alike(group.consensus, module, settings)
+
+            def describe() -> CallSignature:
+                check(group.device)
+                return _describe(module, settings)
+
+            group.consensus.run(CALL, describe, same=lambda described: described)
             arguments["process_group"] = group_of(strategy)
         keep_untraced()
         super().__init__(module, **arguments)
@@ -428,10 +432,8 @@ def _state(module: torch.nn.Module) -> dict[str, Any]:
     return {name: tensor for name, tensor in state.items() if name not in ignored}
 
 
-def _require_alike(
-    consensus: Any, module: torch.nn.Module, settings: dict[str, Any]
-) -> None:
-    """Raise on all ranks unless their models are the same. Collective."""
+def _describe(module: torch.nn.Module, settings: dict[str, Any]) -> CallSignature:
+    """Return what must be equal on all ranks: a model, and simple settings."""
     state = _state(module)
     needs = {name for name, p in module.named_parameters() if p.requires_grad}
     described = tuple(
@@ -451,7 +453,7 @@ def _require_alike(
     names, spec = nest.flatten({name: name for name in state})
     by_name = dict(zip(state, described))
     leaves = tuple(by_name[name] for name in names)
-    consensus.require_same(CallSignature(CALL, options, spec, leaves))
+    return CallSignature(CALL, options, spec, leaves)
 
 
 def _shortened(names: str) -> str:

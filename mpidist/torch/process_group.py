@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
+from mpidist.comm.consensus.consensus import Call
 from mpidist.comm.consensus.pending import Pending
-from mpidist.comm.consensus.signatures import CallSignature, digest, skip_folder
+from mpidist.comm.consensus.signatures import CallSignature, skip_folder
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.errors import ArgumentError, ContextError, MismatchError
 from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
@@ -45,7 +46,7 @@ _BACKEND = "mpidist"
 _IN_PLACE_BYTES = 128 << 10
 # Elements of a bucket that takes less time than another thread needs to begin
 _FEW = _IN_PLACE_BYTES // 4
-_KEPT = 256  # works of one element
+_KEPT = 256  # works of one element, and kinds of calls
 _ADDRESSES = (1 << 62) - 1
 _T = TypeVar("_T")
 _AUTO = CommunicationImplementation.AUTO
@@ -80,7 +81,6 @@ class Operations:
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
         self._group = ReplicaGroup(["CPU:0"], communicator=comm)
         self._consensus = self._group.consensus
-        self._guard = self._consensus.guard
         self._collectives = self._group.collectives
         self._transports = self._collectives.transports
         in_node = self._transports.intra_node
@@ -89,7 +89,10 @@ class Operations:
         self._buckets = SharedBuckets(self._group)
         self._executor = Executor(f"mpidist-process-group-{next(_numbers)}")
         self._timeout = timeout
-        self._seconds: float | None = None  # the timeout of the operation that runs
+        # The operation that runs, and its timeout; and all that ran, by what is compared
+        self._call = self._consensus.call("")
+        self._seconds: float | None = None
+        self._calls: dict[Any, Call] = {}
         self._messages = comm.Dup()
         self._running: list[Message] = []  # whose memory MPI may still use
         self._group.closing.append(self._free)
@@ -145,15 +148,15 @@ class Operations:
         is_bucket &= self._in_node is not None and c10d.is_of_reducer()
 
         def reduce(tensor: Any) -> None:
-            flat = self._guard("all_reduce", FlatTensor, tensor)
+            flat = self._call.reserve(FlatTensor, tensor)
             is_large = flat.nbytes > _IN_PLACE_BYTES and not flat.is_copy
             if is_bucket and is_large and op.adds_in_place(flat):
                 outputs[0] = self._reduce_bucket(flat)
                 return
-            self._reduce("all_reduce", op, flat, flat)
+            self._reduce(op, flat, flat)
             flat.store()
 
-        return self._submit(outputs, opts, reduce, _listed(tensors))
+        return self._submit("all_reduce", outputs, opts, reduce, _listed(tensors))
 
     def _reduce_bucket(self, flat: FlatTensor) -> Any:
         """Return the sum of gradients, in memory of the node from the third time on.
@@ -165,7 +168,7 @@ class Operations:
             bucket.sum.copy_(flat.tensor)  # before the ranks meet
         fields = ("reduce_op", "SUM of gradients"), *flat.fields
         address = buckets.address_of(bucket, flat)
-        is_known = self._compare("all_reduce", *fields, address=address)
+        is_known = self._agree(*fields, address=address)
         if not is_known or bucket is None:
             buckets.add(flat)
         elif bucket.sum is not None:
@@ -184,18 +187,18 @@ class Operations:
         op, root = Reduction.of(opts), _root_of(opts)
 
         def reduce(tensor: Any) -> None:
-            flat = self._guard("reduce", FlatTensor, tensor)
-            total = self._guard("reduce", flat.copy)
-            self._reduce("reduce", op, flat, total, ("root", root))
+            flat = self._call.reserve(FlatTensor, tensor)
+            total = self._call.reserve(flat.copy)
+            self._reduce(op, flat, total, ("root", root))
             if self._rank == root:
                 flat.bytes[...] = total.bytes
                 flat.store()
 
-        return self._submit(_listed(tensors), opts, reduce, _listed(tensors))
+        outputs = _listed(tensors)
+        return self._submit("reduce", outputs, opts, reduce, outputs)
 
     def _reduce(
         self,
-        name: str,
         op: Reduction,
         source: FlatTensor,
         total: FlatTensor,
@@ -204,14 +207,14 @@ class Operations:
         """Put the reduction of `source` into `total`, which may be the same."""
         agreed = ("reduce_op", op.name), *fields, *source.fields
         if op.name in BITWISE:
-            everyone = self._guard(name, op.reserve, source, self._size)
-            self._compare(name, *agreed)
+            everyone = self._call.reserve(op.reserve, source, self._size)
+            self._agree(*agreed)
             self._gather(source.array, everyone, [source.size] * self._size)
             BITWISE[op.name].reduce(everyone, axis=0, out=total.array)
             return
-        known, array = self._guard(name, op.prepare, source)
+        known, array = self._call.reserve(op.prepare, source)
         if source.nbytes > _IN_PLACE_BYTES and op.adds_in_place(source):
-            self._compare(name, *agreed)
+            self._agree(*agreed)
             if self._size > 1:
                 way = self._transports.pick(_AUTO, False, False)
                 way.allreduce_sum(array, total.array, self._deadline())
@@ -220,7 +223,8 @@ class Operations:
             if known is ReduceOp.MEAN:
                 total.array /= self._size
             return
-        named = f"{name} of {op.name}{''.join(f', {k} {v}' for k, v in fields)}"
+        of = "".join([op.name, *(f", {k} {v}" for k, v in fields)])
+        named = f"{self._call.signature.operation} of {of}"
         options = _options_of(timeout_seconds=self._seconds)
         found = self._collectives.reductions.all_reduce(named, known, array, options)
         total.array[...] = op.finish(found, self._size)
@@ -230,14 +234,15 @@ class Operations:
         root = _root_of(opts)
 
         def broadcast(tensor: Any) -> None:
-            flat = self._guard("broadcast", FlatTensor, tensor)
-            self._compare("broadcast", ("root", root), *flat.fields)
+            flat = self._call.reserve(FlatTensor, tensor)
+            self._agree(("root", root), *flat.fields)
             if self._size > 1 and flat.size:
                 way = self._transports.pick(_AUTO, False, False)
                 way.broadcast(flat.bytes, root, self._deadline())
             flat.store()
 
-        return self._submit(_listed(tensors), opts, broadcast, _listed(tensors))
+        outputs = _listed(tensors)
+        return self._submit("broadcast", outputs, opts, broadcast, outputs)
 
     def allgather(
         self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None
@@ -247,7 +252,9 @@ class Operations:
         An output is a list of tensors, whose sizes may differ, or one tensor for equal
         sizes.
         """
-        return self._submit(outputs, opts, self._gather_into, outputs, inputs)
+        is_list = not all(isinstance(output, torch.Tensor) for output in outputs)
+        name = "all_gather" if is_list else "all_gather_into_tensor"
+        return self._submit(name, outputs, opts, self._gather_into, outputs, inputs)
 
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = None
@@ -260,8 +267,10 @@ class Operations:
         return self.allgather([output], [source], opts)
 
     def _gather_into(self, outputs: Any, source: Any) -> None:
-        is_list = not isinstance(outputs, torch.Tensor)
-        name = "all_gather" if is_list else "all_gather_into_tensor"
+        is_list, name = (
+            not isinstance(outputs, torch.Tensor),
+            self._call.signature.operation,
+        )
 
         def prepare() -> tuple[FlatTensor, list[FlatTensor], Any]:
             """Return the input, the outputs, and memory for all ranks."""
@@ -276,14 +285,14 @@ class Operations:
             parts[self._rank].require(name, mine, mine.size)
             return mine, parts, np.empty(sum(p.nbytes for p in parts), np.uint8)
 
-        mine, places, received = self._guard(name, prepare)
+        mine, places, received = self._call.reserve(prepare)
         if is_list:
             sizes = tuple(place.size for place in places)
-            self._compare(name, ("dtype", mine.dtype), ("sizes", sizes))
+            self._agree(("dtype", mine.dtype), ("sizes", sizes))
             self._gather(mine.bytes, received, [place.nbytes for place in places])
             _spread(received, places)
         else:
-            self._compare(name, *mine.fields)
+            self._agree(*mine.fields)
             self._gather(mine.bytes, received, [mine.nbytes] * self._size)
             places[0].store()
 
@@ -314,15 +323,15 @@ class Operations:
             return own, whole, lengths
 
         def scatter(output: Any, source: Any) -> None:
-            own, whole, lengths = self._guard(name, prepare, output, source)
+            own, whole, lengths = self._call.reserve(prepare, output, source)
             if op.name in BITWISE:
-                total = self._guard(name, whole.copy)
-                self._reduce(name, op, whole, total, ("sizes", tuple(lengths)))
+                total = self._call.reserve(whole.copy)
+                self._reduce(op, whole, total, ("sizes", tuple(lengths)))
                 start = sum(lengths[: self._rank])
                 own.array[...] = total.array[start : start + own.size]
                 own.store()
                 return
-            known, array = self._guard(name, op.prepare, whole)
+            known, array = self._call.reserve(op.prepare, whole)
             equal = None if len(set(lengths)) == 1 else lengths
             options = _options_of(timeout_seconds=self._seconds)
             found = self._collectives.exchanges.reduce_scatter(
@@ -331,7 +340,7 @@ class Operations:
             own.array[...] = op.finish(found, self._size)
             own.store()
 
-        return self._submit(outputs, opts, scatter, outputs, inputs)
+        return self._submit(name, outputs, opts, scatter, outputs, inputs)
 
     def reduce_scatter_single(self, output: Any, source: Any, opts: Any = None) -> Any:
         """Reduce equal parts of a tensor: part r to rank r."""
@@ -349,7 +358,7 @@ class Operations:
             return concatenate(inputs), places, [tensor.numel() for tensor in inputs]
 
         return self._submit(
-            outputs, opts, lambda: self._exchange("all_to_all", prepare)
+            "all_to_all", outputs, opts, lambda: self._exchange(prepare)
         )
 
     def all_to_all_single(
@@ -374,18 +383,20 @@ class Operations:
             return mine, whole.parts(sizes), to
 
         def exchange() -> None:
-            self._exchange("all_to_all_single", prepare)
+            self._exchange(prepare)
             wholes[0].store()
 
-        return self._submit([output], opts, exchange)
+        return self._submit("all_to_all_single", [output], opts, exchange)
 
-    def _exchange(self, name: str, prepare: Callable[[], Any]) -> None:
+    def _exchange(self, prepare: Callable[[], Any]) -> None:
         """Agree on sizes that each rank states for itself; then move the data."""
-        mine, places, to = self._guard(name, prepare)
+        name = self._call.signature.operation
+        mine, places, to = self._call.reserve(prepare)
         own = to, [place.size for place in places]
         dtypes = {flat.dtype for flat in (mine, *places)}
-        self._compare(name, ("dtype", " and ".join(sorted(dtypes))))
-        everyone = np.array(self._consensus.gather(f"sizes of {name}", own))
+        self._agree(("dtype", " and ".join(sorted(dtypes))))
+        sizes = self._consensus.gather_objects(f"sizes of {name}", lambda: own)
+        everyone = np.array(sizes)
         sent, expected = everyone[:, 0], everyone[:, 1].T
         for sender, receiver in np.argwhere(sent != expected):
             with self._consensus.same_on_all():
@@ -393,7 +404,7 @@ class Operations:
                     f"{name}: rank {sender} sends {sent[sender, receiver]} elements to "
                     f"rank {receiver}, which expects {expected[sender, receiver]}"
                 )
-        self._move(name, mine, to, places, int(everyone.sum(axis=2).max()))
+        self._move(mine, to, places, int(everyone.sum(axis=2).max()))
 
     def gather(
         self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = None
@@ -407,12 +418,12 @@ class Operations:
             return mine, self._all(outputs, mine, "gather") if is_root else []
 
         def gather() -> None:
-            mine, places = self._guard("gather", prepare)
-            self._compare("gather", ("root", root), *mine.fields)
+            mine, places = self._call.reserve(prepare)
+            self._agree(("root", root), *mine.fields)
             to = [mine.size * (rank == root) for rank in range(self._size)]
-            self._move("gather", mine, to, places, mine.size * self._size)
+            self._move(mine, to, places, mine.size * self._size)
 
-        return self._submit(outputs, opts, gather)
+        return self._submit("gather", outputs, opts, gather)
 
     def scatter(
         self, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]], opts: Any = None
@@ -431,12 +442,12 @@ class Operations:
             return mine, places, [own.size] * self._size
 
         def scatter() -> None:
-            mine, places, to = self._guard("scatter", prepare)
+            mine, places, to = self._call.reserve(prepare)
             own = places[root]
-            self._compare("scatter", ("root", root), *own.fields)
-            self._move("scatter", mine, to, places, own.size * self._size)
+            self._agree(("root", root), *own.fields)
+            self._move(mine, to, places, own.size * self._size)
 
-        return self._submit(outputs, opts, scatter)
+        return self._submit("scatter", outputs, opts, scatter)
 
     def _all(self, lists: Any, like: FlatTensor, name: str) -> list[FlatTensor]:
         """Return the tensors of the root: one for each rank, all of one size."""
@@ -448,12 +459,7 @@ class Operations:
         return places
 
     def _move(
-        self,
-        name: str,
-        mine: FlatTensor,
-        to: list[int],
-        places: list[FlatTensor],
-        largest: int,
+        self, mine: FlatTensor, to: list[int], places: list[FlatTensor], largest: int
     ) -> None:
         """Send and receive elements, of which no rank has more than `largest`.
 
@@ -465,13 +471,13 @@ class Operations:
         assert way is not None
         is_large = largest * mine.itemsize > way.most_bytes
         bytes_to = [n * mine.itemsize for n in to]
-        deadline = self._deadline()
+        deadline, name = self._deadline(), self._call.signature.operation
         way.alltoallv(mine.bytes, bytes_to, received, counts, deadline, name, is_large)
         _spread(received, places)
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks; an error at the timeout names the missing ones."""
-        return self._submit([], opts, lambda: self._compare("barrier"))
+        return self._submit("barrier", [], opts, self._agree)
 
     def monitored_barrier(
         self, timeout: Any = None, wait_all_ranks: bool = True
@@ -479,8 +485,7 @@ class Operations:
         """Like `barrier`, for `dist.monitored_barrier`. All missing ranks are named."""
         if timeout is not None:  # 0 is a limit here, and no default
             timeout = max(timeout, datetime.timedelta.resolution)
-        compare = functools.partial(self._compare, "monitored_barrier")
-        self._submit([], timeout, compare).wait()
+        self._submit("monitored_barrier", [], timeout, self._agree).wait()
 
     def send(self, tensors: Sequence[Any], rank: int, tag: int = 0) -> Any:
         """Send a tensor to one rank. Not collective."""
@@ -526,12 +531,11 @@ class Operations:
         self._running.append(message)
         return message
 
-    def share(self, call: CallSignature, number: int, values: _T) -> list[_T]:
+    def share(self, name: str, values: _T) -> list[_T]:
         """Return the values of all ranks, or only one if they are equal. Collective.
 
         Args:
-          call: what needs them.
-          number: its digest.
+          name: what needs them.
           values: a tuple of numbers, or of such tuples.
         """
         found = [values]
@@ -539,21 +543,36 @@ class Operations:
         def run() -> None:
             # Of numbers, Python's hash is the same in all processes
             address = hash(values) & _ADDRESSES or 1
-            if not self._consensus.compare(call, number, address, self._seconds):
-                found[:] = self._consensus.gather(call.operation, values)
+            if not self._agree(address=address):
+                found[:] = self._consensus.gather_objects(name, lambda: values)
 
-        self._executor.call(self._in_turn(None, run))
+        self._executor.call(self._in_turn(name, None, run))
         return found
 
-    def _compare(self, name: str, *fields: tuple[str, Any], address: int = 0) -> Any:
-        call = CallSignature(name, fields)
-        return self._consensus.compare(call, digest(call), address, self._seconds)
+    def _agree(self, *fields: tuple[str, Any], address: int = 0) -> bool:
+        """Go on once all ranks are in this operation, with equal fields. Collective.
+
+        Returns whether all passed the same `address`, other than 0.
+        """
+        key = self._call.signature.operation, fields, self._seconds
+        call = self._calls.get(key)
+        if call is None:
+            if len(self._calls) >= _KEPT:
+                self._calls.clear()
+            signature = CallSignature(*key[:2])
+            call = self._calls[key] = self._consensus.call(signature, self._seconds)
+        return call.agree(address)
 
     def _deadline(self) -> float | None:
         return None if self._seconds is None else time.monotonic() + self._seconds
 
     def _submit(
-        self, outputs: Any, opts: Any, run: Callable[..., None], *columns: Any
+        self,
+        name: str,
+        outputs: Any,
+        opts: Any,
+        run: Callable[..., object],
+        *columns: Any,
     ) -> Work:
         """Call `run` in turn: for each row of the columns, or once without any."""
         rows = list(zip(*columns, strict=True)) if columns else [()]
@@ -567,7 +586,8 @@ class Operations:
         is_short = isinstance(first, torch.Tensor) and self._is_short(first)
         if isinstance(first, torch.Tensor) and first.numel() == 1:
             self._kept.append(work)
-        in_turn = self._in_turn(opts, devices.after_stream((outputs, columns), each))
+        each = devices.after_stream((outputs, columns), each)
+        in_turn = self._in_turn(name, opts, each)
         self._executor.submit(work, in_turn, c10d.may_wait(opts, is_short))
         return work
 
@@ -578,7 +598,9 @@ class Operations:
         node = self._in_node
         return node is not None and not node.has_idle_cores(torch.get_num_threads())
 
-    def _in_turn(self, opts: Any, run: Callable[[], None]) -> Callable[[], None]:
+    def _in_turn(
+        self, name: str, opts: Any, run: Callable[[], None]
+    ) -> Callable[[], None]:
         seconds, lock = c10d.seconds_of(opts, self._timeout), self._consensus.lock
 
         def in_turn() -> None:
@@ -586,7 +608,7 @@ class Operations:
             # end of the program, to the thread that made the group
             lock.adopt()
             try:
-                with lock:
+                with self._consensus.call(name) as self._call:
                     self._seconds = seconds
                     run()
             finally:
@@ -719,9 +741,10 @@ def group_of(strategy: Strategy) -> Any:
     Raises MismatchError, on all ranks, if torch.distributed was started on some only.
     """
     group, consensus = _groups.get(strategy), strategy.extended.consensus
+    name = "a process group of the strategy"
     has_one = group is not None and group in dist.distributed_c10d._world.pg_map
     known = ("is_initialized()", dist.is_initialized()), ("has a group", has_one)
-    consensus.require_same(CallSignature("a process group of the strategy", known))
+    consensus.require_same(CallSignature(name, known))
     if has_one:
         return group
     comm, device = strategy.extended.topology.comm, strategy.extended.device
@@ -729,7 +752,7 @@ def group_of(strategy: Strategy) -> Any:
     backend = _BACKEND if is_cpu else c10d.backends_of_gpus(_BACKEND)
     if not dist.is_initialized():
         init_process_group(comm, backend=backend)
-    ranks = consensus.gather("a process group of the strategy", dist.get_rank())
+    ranks = consensus.gather_objects(name, dist.get_rank)
     group, needed = dist.group.WORLD, f"cpu:{_BACKEND}" if is_cpu else "cuda:nccl"
     is_same = ranks == list(range(dist.get_world_size()))
     if not is_same or needed not in str(dist.get_backend_config(group)):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.consensus.signatures import CallSignature, digest, name_ranks
+from mpidist.comm.consensus.signatures import name_ranks
 from mpidist.errors import ArgumentError, MismatchError
 from mpidist.torch import c10d
 from mpidist.util.hashing import hash62
@@ -38,8 +38,7 @@ __all__ = [
 current_task: Callable[[], int] = torch._C._current_graph_task_id
 # In place of rows, in what ranks exchange; Python's hashes of -1 and -2 are the same
 _UNSTATED, ENDED = -1.0, -3.0
-_CALL = CallSignature("the backward pass of DistributedDataParallel")
-_NUMBER = digest(_CALL)
+_CALL = "the backward pass of DistributedDataParallel"
 _HINT = (
     "state how many rows each rank's mean loss has, by batches of as_tensors, rows=len "
     "(called with the inputs) or set_rows(); or weigh ranks the same by rows='equal'"
@@ -180,7 +179,7 @@ def _gather(group: Any, rows: float, shapes: Any, model: int) -> list[Any]:
     """Return those of all ranks, or one line if they are equal. Collective."""
     operations = getattr(group, "operations", None)
     if operations is not None:
-        found: list[Any] = operations.share(_CALL, _NUMBER, (rows, shapes, model))
+        found: list[Any] = operations.share(_CALL, (rows, shapes, model))
         return found
     # A group of another backend; NCCL has no memory of the CPU
     device = "cpu" if torch.device("cpu") in group._device_types else "cuda"
