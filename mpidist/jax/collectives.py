@@ -186,8 +186,8 @@ def broadcast(value: Any, root: int = 0, *, strategy: Strategy | None = None) ->
     if traces:
         bound = _bind(_as_jax(leaves, call), _Call("broadcast", strategy, root=check()))
         return jax.tree.unflatten(tree, bound)
-    root = extended.consensus.guard(call, check)
-    got = _broadcast_arrays(strategy, root, leaves)
+    with extended.consensus.call(call) as opened:
+        got = _broadcast_arrays(strategy, opened.reserve(check), leaves)
     return jax.tree.unflatten(tree, map(jnp.asarray, got))
 
 

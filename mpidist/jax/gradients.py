@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.jax.collectives import all_reduce, has_collective, is_traced
-from mpidist.jax.runtime import find_strategy
+from mpidist.jax.runtime import checked, find_strategy
 from mpidist.options import CommunicationOptions
 from mpidist.util import validation
 
@@ -75,9 +75,7 @@ def value_and_grad(
             return jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)
 
         # `fun` may communicate, so its errors are left to `strategy.run`
-        rows = found.extended.consensus.guard(
-            call, lambda: _count_rows(call, args, numbers, batch)
-        )
+        rows = checked(found, call, lambda: _count_rows(call, args, numbers, batch))
         weighs = rows is not None and _communicates(fun, args, kwargs, numbers, found)
         loss = _Loss(fun, argnums, has_aux, rows, options, found)
         both, aux = (loss.of_weighted if weighs else loss.of_means)(args, kwargs)
@@ -154,9 +152,7 @@ def mean_over_rows(
     """
     call = "mpidist.jax.mean_over_rows"
     found = find_strategy(strategy, call)
-    sums, count, dtypes = found.extended.consensus.guard(
-        call, lambda: _sums(values, rows)
-    )
+    sums, count, dtypes = checked(found, call, lambda: _sums(values, rows))
     sums, total = all_reduce("SUM", (sums, count), options, strategy=found)
     return jax.tree.map(
         lambda x, dtype: (x / total.astype(x.dtype)).astype(dtype), sums, dtypes

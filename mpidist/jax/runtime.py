@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 from mpi4py import MPI
@@ -33,8 +33,16 @@ from mpidist.util.frames import ThreadFrames
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
 
-__all__ = ["call_host", "find_strategy", "jit", "require_dispatch", "take_error"]
+__all__ = [
+    "call_host",
+    "checked",
+    "find_strategy",
+    "jit",
+    "require_dispatch",
+    "take_error",
+]
 
+T = TypeVar("T")
 _JAX_FOLDER = str(Path(jax.__file__).parent)
 skip_folder(_JAX_FOLDER)
 
@@ -119,6 +127,18 @@ def require_dispatch(strategy: Strategy, call: str) -> None:
         )
 
 
+def checked(strategy: Strategy, operation: str, fn: Callable[[], T]) -> T:
+    """Return `fn()`. If it raises, all ranks do, in place of their next collective.
+
+    That may be one in compiled code: while JAX traces, no agreement follows, so an open
+    `Call` cannot reserve `fn`.
+    """
+    try:
+        return fn()
+    except BaseException as error:
+        strategy.extended.consensus.call(operation).fail(error)
+
+
 def call_host(strategy: Strategy, operation: str, work: Callable[[], Any]) -> Any:
     """Return `work()`, which communicates; called in a callback of JAX.
 
@@ -141,13 +161,13 @@ def _as_dispatcher(strategy: Strategy, operation: str) -> Iterator[None]:
     """
     extended = strategy.extended
     extended.topology.require_open()
-    lock = extended.consensus.lock
     consensus = extended.consensus
+    lock = consensus.lock
     if lock.is_creator():
         # Plain `jax.jit` keeps the strategy with which it was traced
         if has_strategy() and not in_replica_of(strategy):
-            consensus.guard(
-                operation, lambda: require_cross_replica(strategy, operation)
+            checked(
+                strategy, operation, lambda: require_cross_replica(strategy, operation)
             )
         yield
         return

@@ -277,12 +277,13 @@ def report() -> None:
     works: dict[int, list[float]] = {}
     for consensus in list(Consensus.in_use):
         if consensus.broken is None and not consensus.failures.ranks:
-            counters, call = consensus.recorder.counters, "the end of the program"
-            # An error of one rank must not let the others wait
-            work = consensus.guard(
-                call, lambda c=counters: work_seconds(_describe(c, 0, 1))
-            )
-            works[id(counters)] = consensus.gather(call, work)
+            counters = consensus.recorder.counters
+
+            def work(counters: Counters = counters) -> float:
+                return work_seconds(_describe(counters, 0, 1))
+
+            every = consensus.gather_objects("the end of the program", work)
+            works[id(counters)] = every
     if _first is None or _first.rank or _first.ranks == 1:
         return
     if BANNER.read_or_default():

@@ -89,7 +89,7 @@ class Operations:
         self._buckets = SharedBuckets(self._group)
         self._executor = Executor(f"mpidist-process-group-{next(_numbers)}")
         self._timeout = timeout
-        # The operation that runs, and its timeout; and all that ran, by what is compared
+        # The operation that runs, and its timeout; and all kinds that ran
         self._call = self._consensus.call("")
         self._seconds: float | None = None
         self._calls: dict[Any, Call] = {}
