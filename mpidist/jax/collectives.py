@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.core import trace_state_clean  # nothing public says it
 from jax.experimental import io_callback
 from jax.extend.core import Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
@@ -20,6 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from mpidist.comm import arithmetic
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from mpidist.jax import compat
 from mpidist.jax.runtime import call_host, find_strategy, require_dispatch
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import validation
@@ -196,7 +196,7 @@ def is_traced(leaves: Sequence[Any]) -> bool:
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return True
     # A constant inside jit is not a tracer, but a call with it would run only once
-    return not trace_state_clean()
+    return compat.is_tracing()
 
 
 def has_collective(traced: Any, strategy: Strategy) -> bool:

@@ -27,6 +27,7 @@ from mpidist.context import (
     require_cross_replica,
 )
 from mpidist.errors import ArgumentTypeError, ContextError, UnsupportedError
+from mpidist.jax import compat
 from mpidist.strategy.replica_context import DefaultReplicaContext
 from mpidist.util.frames import ThreadFrames
 
@@ -47,17 +48,7 @@ _JAX_FOLDER = str(Path(jax.__file__).parent)
 skip_folder(_JAX_FOLDER)
 
 
-def _dispatch_synchronously() -> bool:
-    """Make JAX dispatch synchronously; return False if it is too late for that."""
-    from jax._src import xla_bridge  # there is no public API for this
-
-    was_synchronous = not jax.config.values["jax_cpu_enable_async_dispatch"]
-    is_early = not xla_bridge.backends_are_initialized()
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
-    return was_synchronous or is_early
-
-
-_is_synchronous = _dispatch_synchronously()
+_is_synchronous = compat.dispatch_synchronously()
 _errors: list[Exception] = []  # of the last callback that failed
 
 
@@ -257,4 +248,4 @@ class _Known(logging.Filter):
         return error is None or all(error is not known for known in _errors)
 
 
-logging.getLogger("jax._src.callback").addFilter(_Known())
+compat.CALLBACK_LOGGER.addFilter(_Known())

@@ -12,13 +12,12 @@ from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpidist.strategy.mirrored_strategy import MirroredStrategy
 from mpidist.strategy.strategy import Strategy
 from mpidist.torch import devices
-from mpidist.torch.c10d import keep_untraced
+from mpidist.torch.compat import BatchNorm, keep_untraced
 from mpidist.util import validation
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "find_strategy"]
 
 _CALL = "SyncBatchNorm"
-_BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 _CONVERTED = (
     torch.nn.BatchNorm1d,
     torch.nn.BatchNorm2d,
@@ -53,7 +52,7 @@ class _Ranks:
         )
 
 
-class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """BatchNorm with means and variances over the rows of all ranks.
 
     Ranks may have different numbers of rows, or none. With `DistributedDataParallel`,
@@ -233,7 +232,7 @@ def convert_sync_batchnorm(module: Any, strategy: Strategy | None = None) -> Any
             f"module must be a torch.nn.Module, not {validation.shown(module)}"
         )
     ranks = _Ranks(find_strategy(strategy))
-    layers = [m for m in module.modules() if isinstance(m, _BatchNorm)]
+    layers = [m for m in module.modules() if isinstance(m, BatchNorm)]
     for layer in layers:
         if not isinstance(layer, SyncBatchNorm) and type(layer) not in _CONVERTED:
             raise UnsupportedError(

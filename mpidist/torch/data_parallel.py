@@ -22,9 +22,8 @@ from mpidist.errors import (
     UnsupportedError,
 )
 from mpidist.strategy.strategy import Strategy
-from mpidist.torch import devices, weights
+from mpidist.torch import compat, devices, weights
 from mpidist.torch.batch_norm import find_strategy
-from mpidist.torch.c10d import keep_untraced
 from mpidist.torch.process_group import group_of
 from mpidist.util import logs, nest, validation
 
@@ -52,7 +51,7 @@ class _Structure:
     def __init__(self, module: torch.nn.Module):
         parameters = list(module.parameters())
         self.trained = [id(p) for p in parameters if p.requires_grad]
-        tables = [t for m in module.modules() for t in (m._parameters, m._modules)]
+        tables = [t for m in module.modules() for t in compat.tables_of(m)]
         self._sizes = [(table, len(table)) for table in tables]
         self._places = [(table, *item) for table in tables for item in table.items()]
         self._flags = [(p, p.requires_grad) for p in parameters]
@@ -159,7 +158,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
             group.consensus.run(CALL, describe, same=lambda described: described)
             arguments["process_group"] = group_of(strategy)
-        keep_untraced()
+        compat.keep_untraced()
         super().__init__(module, **arguments)
         self._strategy, self._rows = strategy, rows
         self._number = _models[self.process_group.group_name]
@@ -186,7 +185,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if not torch.is_grad_enabled():
             return super().forward(*inputs, **kwargs)
         self._require_unchanged()
-        if torch._C._are_functorch_transforms_active():  # of this rank's outputs
+        if compat.are_transforms_active():  # of this rank's outputs
             return super().forward(*inputs, **kwargs)
         given = list(weights.tensors_in((inputs, kwargs)))
         passing = self._new_pass(given, inputs, kwargs)
@@ -251,21 +250,20 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     def _begin_backward(self, passing: weights.Pass) -> float:
         """Return the weight of a backward pass that has reached outputs. Collective."""
-        task = weights.current_task()
+        task = compat.current_task()
         if passing.is_synced and not self._passes.expects and self._passes.task != task:
             # A second backward pass for one forward pass: do what that does
-            self.reducer._rebuild_buckets()
-            self.reducer.prepare_for_backward(passing.outputs)
+            compat.prepare_backward(self, passing.outputs)
             self._passes.expects = True
         self._passes.task = task
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+        compat.queue_callback(self._end_pass)
         if self._weight is not None:
             return self._weight
-        is_of_present = self._join_config.enable and not (
-            self._divide_by_initial_world_size
-        )
         found = weights.exchange_rows(
-            *(self.process_group, passing.rows, passing.shapes, is_of_present),
+            self.process_group,
+            passing.rows,
+            passing.shapes,
+            compat.is_mean_of_present(self),
             self._number,
         )
         if found is None and not self._passes.is_said:
@@ -279,8 +277,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if self._passes.gradient_task == self._passes.task and self._passes.expects:
             self._passes.expects = False
             # After PyTorch's own end of the pass
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._check_reducer_finalized)
+            compat.queue_callback(self._check_reducer_finalized)
 
     def set_rows(self, rows: float) -> None:
         """Set the number of rows in this step's mean loss.
@@ -349,7 +346,7 @@ def _on_gradient(reference: Any, name: str, parameter: Any) -> None:
     passes = reference()
     if passes is None:
         return
-    task = passes.gradient_task = weights.current_task()
+    task = passes.gradient_task = compat.current_task()
     if not passes.allow(task) and not any(p.allow(task) for p in _owners[parameter]):
         raise ContextError(
             f"{CALL}: a backward pass has reached {name}, but not by an output of the "
@@ -427,7 +424,7 @@ def _check_layer(name: str, layer: Any, device: str) -> None:
 
 def _state(module: torch.nn.Module) -> dict[str, Any]:
     """Return parameters and buffers by name, but those that PyTorch's class ignores."""
-    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    ignored = compat.ignored_names(module)
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {name: tensor for name, tensor in state.items() if name not in ignored}
 

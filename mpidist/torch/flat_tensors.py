@@ -18,7 +18,7 @@ from mpidist.errors import (
     UnsupportedError,
 )
 from mpidist.options import ReduceOp
-from mpidist.torch import c10d
+from mpidist.torch import compat
 from mpidist.util.serialization import dtype_of
 
 __all__ = ["BITWISE", "FlatTensor", "Reduction", "concatenate"]
@@ -125,8 +125,8 @@ class Reduction(NamedTuple):
     def of(cls, opts: Any) -> Reduction:
         """Return the reduction of options, or of a `ReduceOp` itself."""
         op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
-        name = c10d.name_of(op)
-        return cls(name, op.__getstate__()[1] if name == "PREMUL_SUM" else None)
+        name = compat.name_of(op)
+        return cls(name, compat.factor_of(op) if name == "PREMUL_SUM" else None)
 
     def prepare(self, source: FlatTensor) -> tuple[ReduceOp, Any]:
         """Return this library's reduction, and the array to reduce.

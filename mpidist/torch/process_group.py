@@ -34,7 +34,7 @@ from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.errors import ArgumentError, ContextError, MismatchError
 from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpidist.strategy.strategy import Strategy
-from mpidist.torch import c10d, devices
+from mpidist.torch import compat, devices
 from mpidist.torch.flat_tensors import BITWISE, FlatTensor, Reduction, concatenate
 from mpidist.torch.shared_buckets import SharedBuckets
 from mpidist.torch.works import Executor, Message, Work
@@ -135,7 +135,7 @@ class Operations:
         """Wait for this rank's operations, the last ones. Not collective."""
         self.finish()
         self._consensus.retire()
-        c10d.withdraw(self)
+        compat.withdraw(self)
 
     abort = shutdown
 
@@ -145,7 +145,7 @@ class Operations:
         """Reduce tensors over all ranks, in place."""
         op, outputs = Reduction.of(opts), _listed(tensors)
         is_bucket = op.name == "SUM" and len(outputs) == 1
-        is_bucket &= self._in_node is not None and c10d.is_of_reducer()
+        is_bucket &= self._in_node is not None and compat.is_of_reducer()
 
         def reduce(tensor: Any) -> None:
             flat = self._call.reserve(FlatTensor, tensor)
@@ -522,7 +522,7 @@ class Operations:
     alltoall_base = all_to_all_single
 
     def _message(self, name: str, tensors: Any, request: Any, end: Any = None) -> Any:
-        seconds = c10d.seconds_of(None, self._timeout)
+        seconds = compat.seconds_of(None, self._timeout)
         departures, outputs = self._consensus.departures, _listed(tensors)
         message = Message(
             name, self._messages, departures, seconds, outputs, request, end
@@ -546,7 +546,9 @@ class Operations:
             if not self._agree(address=address):
                 found[:] = self._consensus.gather_objects(name, lambda: values)
 
-        self._executor.call(self._in_turn(name, None, run))
+        work = Work([])
+        self._executor.submit(work, self._in_turn(name, None, run), may_wait=True)
+        work.wait()
         return found
 
     def _agree(self, *fields: tuple[str, Any], address: int = 0) -> bool:
@@ -588,7 +590,7 @@ class Operations:
             self._kept.append(work)
         each = devices.after_stream((outputs, columns), each)
         in_turn = self._in_turn(name, opts, each)
-        self._executor.submit(work, in_turn, c10d.may_wait(opts, is_short))
+        self._executor.submit(work, in_turn, compat.may_wait(opts, is_short))
         return work
 
     def _is_short(self, tensor: Any) -> bool:
@@ -601,7 +603,7 @@ class Operations:
     def _in_turn(
         self, name: str, opts: Any, run: Callable[[], None]
     ) -> Callable[[], None]:
-        seconds, lock = c10d.seconds_of(opts, self._timeout), self._consensus.lock
+        seconds, lock = compat.seconds_of(opts, self._timeout), self._consensus.lock
 
         def in_turn() -> None:
             # The operations of a group belong to the thread that runs them now; the
@@ -657,7 +659,7 @@ def _split(
 @functools.cache
 def _finish_at_exit() -> None:
     """Let what was issued end before the ranks agree on the end of the program."""
-    atexit.register(c10d.finish_all)  # runs before that, which was registered first
+    atexit.register(compat.finish_all)  # runs before that, which was registered first
 
 
 _numbers = itertools.count()
@@ -690,7 +692,7 @@ def init_process_group(
       >>> torch.distributed.destroy_process_group()
     """
     comm = communicator or MPI.COMM_WORLD
-    store, rank, size = next(_rendezvous(timeout or c10d.DEFAULT_TIMEOUT, comm))
+    store, rank, size = next(_rendezvous(timeout or compat.DEFAULT_TIMEOUT, comm))
     with _next_world(comm):
         dist.init_process_group(
             backend, timeout=timeout, store=store, rank=rank, world_size=size
@@ -729,7 +731,7 @@ def _create(options: Any, _: Any) -> Any:
     operations = Operations(comm, options.timeout)
     if is_part:
         comm.Free()  # they have duplicates
-    return c10d.publish(operations, options, _BACKEND)
+    return compat.publish(operations, options, _BACKEND)
 
 
 def group_of(strategy: Strategy) -> Any:
@@ -742,14 +744,14 @@ def group_of(strategy: Strategy) -> Any:
     """
     group, consensus = _groups.get(strategy), strategy.extended.consensus
     name = "a process group of the strategy"
-    has_one = group is not None and group in dist.distributed_c10d._world.pg_map
+    has_one = compat.has_group(group)
     known = ("is_initialized()", dist.is_initialized()), ("has a group", has_one)
     consensus.require_same(CallSignature(name, known))
     if has_one:
         return group
     comm, device = strategy.extended.topology.comm, strategy.extended.device
     is_cpu = device.startswith("CPU") or not torch.cuda.is_available()
-    backend = _BACKEND if is_cpu else c10d.backends_of_gpus(_BACKEND)
+    backend = _BACKEND if is_cpu else compat.backends_of_gpus(_BACKEND)
     if not dist.is_initialized():
         init_process_group(comm, backend=backend)
     ranks = consensus.gather_objects(name, dist.get_rank)
@@ -792,5 +794,5 @@ def _rendezvous(
 
 def register() -> None:
     """Make the backend known to PyTorch; called by `import mpidist.torch`."""
-    c10d.register(_BACKEND, _create, _rendezvous)
+    compat.register(_BACKEND, _create, _rendezvous)
     skip_folder(os.path.dirname(torch.__file__) + os.sep)

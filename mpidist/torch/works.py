@@ -218,18 +218,6 @@ class Executor:
                 self._start()
             work.thread = self._thread
 
-    def call(self, run: Callable[[], None]) -> None:
-        """Run an operation that the caller waits for; raise its error."""
-        if not self._begins():
-            work = Work([])
-            self.submit(work, run, may_wait=False)
-            work.wait()
-            return
-        try:
-            run()
-        finally:
-            self._end()
-
     def _begins(self) -> bool:
         """Take the turn in this thread, unless operations wait for theirs."""
         with self._mutex:

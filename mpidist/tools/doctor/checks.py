@@ -65,7 +65,6 @@ __all__ = [
     "evaluate",
     "find_facts",
     "is_hydra",
-    "is_silent",
 ]
 
 NEEDED = ("numpy", "h5py", "mpi4py", "deflate", "optree")
@@ -86,12 +85,6 @@ _FILTERS |= {"lzf": 32000, "blosc": 32001, "lz4": 32004, "bitshuffle": 32008}
 _FILTERS |= {"zstd": 32015, "blosc2": 32026}
 # Device files of NVIDIA's driver
 _GPU_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
-# The rank, by the variable with the number of processes that a launcher started
-_RANKS = {
-    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
-    "PMI_SIZE": "PMI_RANK",
-    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
-}
 _THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 _SHARED_FOLDER = "/dev/shm"
 # What MPICH, and Open MPI and its UCX, name there
@@ -193,15 +186,6 @@ LOCAL_CHECKS: dict[str, tuple[Any, ...]] = {
 def is_hydra() -> bool:
     """Return whether MPICH's mpirun, or one like it, started this process."""
     return "PMI_FD" in os.environ and "MPI_LOCALNRANKS" in os.environ
-
-
-def is_silent(environ: Mapping[str, str]) -> bool:
-    """Return whether another process prints, by the launcher's variables."""
-    started = find_launcher(environ)
-    if started is None or ALLOW_SINGLETON.read_or_default(environ):
-        return False
-    rank = decimal(environ.get(_RANKS[started.variable], "")) or 0
-    return 0 < rank < started.processes
 
 
 def check_launcher(size: int, environ: Mapping[str, str], error: str) -> Row:

@@ -16,15 +16,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from mpidist.tools.doctor.rows import Failure, describe_error
+from mpidist.tools.doctor.rows import Failure, Row, as_rows, describe_error
 
 __all__ = [
     "Child",
@@ -32,6 +30,7 @@ __all__ = [
     "end_with_parent",
     "receive",
     "run_checks",
+    "run_named",
     "send",
     "serve",
 ]
@@ -43,7 +42,6 @@ _END_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 # A check may compute for so many times as long as it may be blocked
 _COMPUTING_TIMES = 10
-_KEPT_LINES = 6
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
@@ -56,7 +54,7 @@ class Child:
       is_rank: whether the child starts MPI in this process's place, for which it
         inherits the launcher's descriptors.
 
-    What the child writes to stdout or stderr is relayed to stderr.
+    What the child writes to stdout goes to stderr.
     """
 
     def __init__(
@@ -69,8 +67,7 @@ class Child:
             [sys.executable, "-m", "mpidist", "doctor", "--child"],
             env={**os.environ, **others},
             stdin=theirs.fileno(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdout=2,
             close_fds=not is_rank,
             start_new_session=True,
         )
@@ -78,9 +75,6 @@ class Child:
         self._started = time.monotonic()
         self._has_answered = False
         self._step = ""
-        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._relay = threading.Thread(target=self._relay_lines, daemon=True)
-        self._relay.start()
         self.send((os.getpid(), is_rank))
         self.send((function, arguments))
 
@@ -93,8 +87,7 @@ class Child:
         if not self._has_answered or not self._has_ended():
             with contextlib.suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        if self._has_ended():
-            self._relay.join(_END_SECONDS)
+            self._has_ended()
 
     def send(self, message: Any) -> None:
         """Send a message, unless the child has ended, which `receive` reports."""
@@ -153,22 +146,10 @@ class Child:
     def _how_it_ended(self) -> str:
         if not self._has_ended():
             return "the process closed its connection"
-        self._relay.join(_END_SECONDS)
         code = self._process.returncode
-        said = f"; stderr ends: {' | '.join(self._lines)[-600:]}" if self._lines else ""
         if code < 0:
-            return f"the process was ended by {signal.Signals(-code).name}{said}"
-        return f"the process ended with {code}{said}"
-
-    def _relay_lines(self) -> None:
-        """Relay the child's output to stderr, and keep the last lines."""
-        assert self._process.stdout is not None
-        with self._process.stdout as stream:
-            for line in stream:
-                with contextlib.suppress(OSError):
-                    os.write(2, line)
-                if text := line.decode(errors="replace").strip():
-                    self._lines.append(text)
+            return f"the process was ended by {signal.Signals(-code).name}"
+        return f"the process ended with {code}"
 
 
 def run_checks(calls: Iterable[tuple[Any, ...]], seconds: float) -> list[Any]:
@@ -183,6 +164,12 @@ def run_checks(calls: Iterable[tuple[Any, ...]], seconds: float) -> list[Any]:
     with contextlib.ExitStack() as children:
         started = [children.enter_context(Child(*call)) for call in calls]
         return [child.result(seconds) for child in started]
+
+
+def run_named(calls: Mapping[str, tuple[Any, ...]], seconds: float) -> list[Row]:
+    """Like `run_checks`: return the rows of checks, by their subjects."""
+    results = zip(calls, run_checks(calls.values(), seconds), strict=True)
+    return [row for what, result in results for row in as_rows(what, result)]
 
 
 def _scheduled(pid: int) -> tuple[float, float]:
