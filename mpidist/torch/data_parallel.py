@@ -33,12 +33,6 @@ CALL = "DistributedDataParallel"
 _OF_TORCH = frozenset(
     inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
 ) - {"module"}
-# Arguments of earlier versions of this class, and what to do instead
-_FORMER = {
-    "batch_dim": "pass rows=len (called with the inputs), or rows='equal'",
-    "options": "use bucket_cap_mb, and register_comm_hook with PyTorch's "
-    "bf16_compress_hook to send less",
-}
 _OF_GROUPS = "process_group", "device_mesh"
 _NO_ROWS = "Expected more than 1 value per channel"
 _models: collections.Counter[str] = collections.Counter()  # in process groups
@@ -362,8 +356,6 @@ def _check(
     for name in arguments:
         if device and name in _OF_GROUPS and arguments[name] is not None:
             raise ArgumentError(f"{CALL} needs strategy or {name}, not both")
-        if name in _FORMER:
-            raise ArgumentTypeError(f"{CALL} has no argument {name!r}: {_FORMER[name]}")
         if name not in _OF_TORCH:
             raise ArgumentTypeError(f"{CALL} has no argument {name!r}")
     if not (rows is None or rows == "equal" or callable(rows)):
@@ -399,7 +391,7 @@ def _check_tensor(name: str, tensor: Any, device: str) -> None:
         )
     kind, _, index = device.partition(":")
     wanted, other = ("CPU:0", "cpu") if kind == "CPU" else (device, f"cuda:{index}")
-    if device and devices.place_of(tensor) != wanted:
+    if device and devices.device_name(tensor) != wanted:
         raise ArgumentError(
             f"{name} is on {tensor.device}, and this replica on {device}: call "
             f"model.to({other!r}) first, or choose the replica's device by "

@@ -35,7 +35,7 @@ from mpidist.errors import ArgumentError, ContextError, MismatchError
 from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpidist.strategy.strategy import Strategy
 from mpidist.torch import compat, devices
-from mpidist.torch.flat_tensors import BITWISE, FlatTensor, Reduction, concatenate
+from mpidist.torch.flat_tensors import FlatTensor, Reduction, concatenate
 from mpidist.torch.shared_buckets import SharedBuckets
 from mpidist.torch.works import Executor, Message, Work
 
@@ -47,6 +47,7 @@ _IN_PLACE_BYTES = 128 << 10
 # Elements of a bucket that takes less time than another thread needs to begin
 _FEW = _IN_PLACE_BYTES // 4
 _KEPT = 256  # works of one element, and kinds of calls
+_BITWISE = {"BAND": MPI.BAND, "BOR": MPI.BOR, "BXOR": MPI.BXOR}
 _ADDRESSES = (1 << 62) - 1
 _T = TypeVar("_T")
 _AUTO = CommunicationImplementation.AUTO
@@ -165,7 +166,8 @@ class Operations:
         """
         buckets, bucket = self._buckets, self._buckets.find(flat)
         if bucket is not None and bucket.sum is not None:
-            bucket.sum.copy_(flat.tensor)  # before the ranks meet
+            # Before the ranks agree: after that, others may read it
+            bucket.sum.copy_(flat.tensor)
         fields = ("reduce_op", "SUM of gradients"), *flat.fields
         address = buckets.address_of(bucket, flat)
         is_known = self._agree(*fields, address=address)
@@ -178,8 +180,7 @@ class Operations:
             return bucket.sum
         else:
             buckets.allocate(bucket, flat)
-        way = self._transports.pick(_AUTO, False, False)
-        way.allreduce_sum(flat.array, flat.array, self._deadline())
+        self._pick().allreduce_sum(flat.array, flat.array, self._deadline())
         return flat.tensor
 
     def reduce(self, tensors: Sequence[Any], opts: Any = None) -> Any:
@@ -206,28 +207,34 @@ class Operations:
     ) -> None:
         """Put the reduction of `source` into `total`, which may be the same."""
         agreed = ("reduce_op", op.name), *fields, *source.fields
-        if op.name in BITWISE:
-            everyone = self._call.reserve(op.reserve, source, self._size)
+        name = self._call.signature.operation
+        if op.name in _BITWISE:
+            self._call.reserve(op.require_integers, source)
             self._agree(*agreed)
-            self._gather(source.array, everyone, [source.size] * self._size)
-            BITWISE[op.name].reduce(everyone, axis=0, out=total.array)
+            total.array[...] = source.array
+            both = MPI.IN_PLACE, total.array
+            request = self._messages.Iallreduce(*both, _BITWISE[op.name])
+            self._consensus.wait(request, self._deadline(), name)
             return
         known, array = self._call.reserve(op.prepare, source)
+        # Large floats are added where they lie, without a copy for the comparison
         if source.nbytes > _IN_PLACE_BYTES and op.adds_in_place(source):
             self._agree(*agreed)
             if self._size > 1:
-                way = self._transports.pick(_AUTO, False, False)
-                way.allreduce_sum(array, total.array, self._deadline())
+                self._pick().allreduce_sum(array, total.array, self._deadline())
             else:
                 total.array[...] = array
             if known is ReduceOp.MEAN:
                 total.array /= self._size
             return
-        of = "".join([op.name, *(f", {k} {v}" for k, v in fields)])
-        named = f"{self._call.signature.operation} of {of}"
+        named = f"{name} of {op.name}{''.join(f', {k} {v}' for k, v in fields)}"
         options = _options_of(timeout_seconds=self._seconds)
-        found = self._collectives.reductions.all_reduce(named, known, array, options)
-        total.array[...] = op.finish(found, self._size)
+        sums = self._collectives.reductions.all_reduce(named, known, array, options)
+        total.array[...] = op.finish(sums, self._size)
+
+    def _pick(self) -> Any:
+        """Return the transport of arrays on the CPU."""
+        return self._transports.pick(_AUTO, False, False)
 
     def broadcast(self, tensors: Sequence[Any], opts: Any = None) -> Any:
         """Copy tensors of rank `opts.rootRank` to all ranks."""
@@ -237,8 +244,7 @@ class Operations:
             flat = self._call.reserve(FlatTensor, tensor)
             self._agree(("root", root), *flat.fields)
             if self._size > 1 and flat.size:
-                way = self._transports.pick(_AUTO, False, False)
-                way.broadcast(flat.bytes, root, self._deadline())
+                self._pick().broadcast(flat.bytes, root, self._deadline())
             flat.store()
 
         outputs = _listed(tensors)
@@ -267,10 +273,8 @@ class Operations:
         return self.allgather([output], [source], opts)
 
     def _gather_into(self, outputs: Any, source: Any) -> None:
-        is_list, name = (
-            not isinstance(outputs, torch.Tensor),
-            self._call.signature.operation,
-        )
+        is_list = not isinstance(outputs, torch.Tensor)
+        name = self._call.signature.operation
 
         def prepare() -> tuple[FlatTensor, list[FlatTensor], Any]:
             """Return the input, the outputs, and memory for all ranks."""
@@ -300,8 +304,7 @@ class Operations:
         if self._size == 1:
             received[...] = mine
         elif received.size:
-            way = self._transports.pick(_AUTO, False, False)
-            way.allgatherv(mine, received, counts, self._deadline())
+            self._pick().allgatherv(mine, received, counts, self._deadline())
 
     def reduce_scatter(
         self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None
@@ -324,7 +327,7 @@ class Operations:
 
         def scatter(output: Any, source: Any) -> None:
             own, whole, lengths = self._call.reserve(prepare, output, source)
-            if op.name in BITWISE:
+            if op.name in _BITWISE:
                 total = self._call.reserve(whole.copy)
                 self._reduce(op, whole, total, ("sizes", tuple(lengths)))
                 start = sum(lengths[: self._rank])
@@ -334,10 +337,10 @@ class Operations:
             known, array = self._call.reserve(op.prepare, whole)
             equal = None if len(set(lengths)) == 1 else lengths
             options = _options_of(timeout_seconds=self._seconds)
-            found = self._collectives.exchanges.reduce_scatter(
+            sums = self._collectives.exchanges.reduce_scatter(
                 f"{name} of {op.name}", known, array, 0, equal, options
             )
-            own.array[...] = op.finish(found, self._size)
+            own.array[...] = op.finish(sums, self._size)
             own.store()
 
         return self._submit(name, outputs, opts, scatter, outputs, inputs)
@@ -467,12 +470,14 @@ class Operations:
         """
         counts = [place.nbytes for place in places] or [0] * self._size
         received = np.empty(sum(counts), np.uint8)
-        way = self._transports.exchange(is_device=False)
-        assert way is not None
-        is_large = largest * mine.itemsize > way.most_bytes
+        transport = self._transports.exchange(is_device=False)
+        assert transport is not None
+        is_large = largest * mine.itemsize > transport.most_bytes
         bytes_to = [n * mine.itemsize for n in to]
-        deadline, name = self._deadline(), self._call.signature.operation
-        way.alltoallv(mine.bytes, bytes_to, received, counts, deadline, name, is_large)
+        name, deadline = self._call.signature.operation, self._deadline()
+        transport.alltoallv(
+            mine.bytes, bytes_to, received, counts, deadline, name, is_large
+        )
         _spread(received, places)
 
     def barrier(self, opts: Any = None) -> Any:

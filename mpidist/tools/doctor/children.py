@@ -39,9 +39,8 @@ __all__ = [
 cleanups = contextlib.ExitStack()
 _socket: Connection[Any, Any] | None = None
 _END_SECONDS = 1.0
-_POLL_SECONDS = 0.1
 # A check may compute for so many times as long as it may be blocked
-_COMPUTING_TIMES = 10
+_BUSY_TIMES = 10
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
@@ -74,7 +73,6 @@ class Child:
         theirs.close()
         self._started = time.monotonic()
         self._has_answered = False
-        self._step = ""
         self.send((os.getpid(), is_rank))
         self.send((function, arguments))
 
@@ -119,23 +117,21 @@ class Child:
         Args:
           seconds: since the start of the child.
         """
+        step, end = "", self._started + seconds
         while True:
-            computed, queued = _scheduled(self._process.pid)
-            end = self._started + seconds + computed + queued
-            left = end - time.monotonic()
-            if computed > _COMPUTING_TIMES * seconds:
-                left = 0.0
             try:
-                kind, value = self.receive(min(left, _POLL_SECONDS))
+                kind, value = self.receive(end - time.monotonic())
             except EOFError as error:
                 return Failure(str(error))
             except TimeoutError:
-                if left <= 0:
-                    return Failure(f"no answer in {seconds:.3g} s{self._step}")
+                busy = min(_busy_seconds(self._process.pid), _BUSY_TIMES * seconds)
+                end = self._started + seconds + busy
+                if time.monotonic() >= end:
+                    return Failure(f"no answer in {seconds:.3g} s{step}")
             else:
                 if kind == "result":
                     return value
-                self._step = f", {value}"
+                step = f", {value}"
 
     def _has_ended(self) -> bool:
         """Wait a moment for the end; a child that is blocked in the kernel has none."""
@@ -172,17 +168,16 @@ def run_named(calls: Mapping[str, tuple[Any, ...]], seconds: float) -> list[Row]
     return [row for what, result in results for row in as_rows(what, result)]
 
 
-def _scheduled(pid: int) -> tuple[float, float]:
-    """Return the seconds that a process has computed, and waited for a processor.
+def _busy_seconds(pid: int) -> float:
+    """Return for how long a process has computed, or waited for a processor.
 
-    Both are 0 where the system does not say.
+    0 where the system does not say.
     """
     try:
         with open(f"/proc/{pid}/schedstat") as file:
-            computed, queued = file.read().split()[:2]
+            return sum(map(int, file.read().split()[:2])) / 1e9
     except (OSError, ValueError):
-        return 0.0, 0.0
-    return int(computed) / 1e9, int(queued) / 1e9
+        return 0.0
 
 
 def end_with_parent(number: int) -> None:

@@ -85,8 +85,9 @@ class _Job:
         """
         seconds = self._seconds
         # Ranks arrive here at different times: a package may be slow on some
-        self._step("gathering facts", 2 * seconds, self._find_facts, environ)
-        self._step("finding nodes", seconds, self._check_mpi, environ)
+        self._facts = checks.find_facts(environ)
+        self._step("gathering facts", 2 * seconds, lambda: None)
+        self._step("finding nodes", seconds, lambda: self._check_mpi(environ))
         self._step("trying paths", 6 * seconds, self._try_paths)
         if self.size > 1:
             self._try_strategies()
@@ -95,16 +96,14 @@ class _Job:
     def _announce(self, stage: str, seconds: float) -> None:
         send("stage", (stage, 2 * (seconds + _MARGIN_SECONDS)))
 
-    def _step(
-        self, name: str, seconds: float, check: Callable[..., None], *arguments: Any
-    ) -> None:
+    def _step(self, name: str, seconds: float, check: Callable[[], None]) -> None:
         """Run a check; gather and evaluate rows and facts of all ranks. Collective."""
         self._announce(name, seconds)
-        check(*arguments)
-        own = self._rows, self._facts
-        everyone = self._gather(name, own, seconds + _MARGIN_SECONDS)
-        if everyone:
-            rows, facts = (dict(enumerate(column)) for column in zip(*everyone))
+        check()
+        result = self._rows, self._facts
+        results = self._gather(name, result, seconds + _MARGIN_SECONDS)
+        if results:
+            rows, facts = (dict(enumerate(column)) for column in zip(*results))
             self._table = checks.evaluate(rows, facts)
             send("rows", self._table)
 
@@ -117,9 +116,6 @@ class _Job:
         """Return rank 0's value. Collective."""
         self._consensus.require_same(what, timeout=seconds)
         return self._comm.bcast(value)
-
-    def _find_facts(self, environ: Mapping[str, str]) -> None:
-        self._facts = checks.find_facts(environ)
 
     def _check_mpi(self, environ: Mapping[str, str]) -> None:
         """Let MPI say who is here, and which ranks share a node. Collective."""
