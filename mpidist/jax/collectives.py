@@ -172,10 +172,8 @@ def broadcast(value: Any, root: int = 0, *, strategy: Strategy | None = None) ->
     """
     call = "mpidist.jax.broadcast"
     strategy = find_strategy(strategy, call)
-    extended = strategy.extended
     leaves, tree = jax.tree.flatten(value)
-    size = extended.num_replicas
-    traces = is_traced(leaves)
+    size = strategy.num_replicas_in_sync
 
     def check() -> int:
         number = validation.integer("root", root, 0)
@@ -183,10 +181,10 @@ def broadcast(value: Any, root: int = 0, *, strategy: Strategy | None = None) ->
             raise ArgumentError(f"{call}: root must be below {size}, not {number}")
         return number
 
-    if traces:
+    if is_traced(leaves):
         bound = _bind(_as_jax(leaves, call), _Call("broadcast", strategy, root=check()))
         return jax.tree.unflatten(tree, bound)
-    with extended.consensus.call(call) as opened:
+    with strategy.extended.consensus.call(call) as opened:
         got = _broadcast_arrays(strategy, opened.reserve(check), leaves)
     return jax.tree.unflatten(tree, map(jnp.asarray, got))
 
@@ -282,12 +280,8 @@ def _communicate(call: _Call, shapes: Sequence[Any], args: Sequence[Any]) -> lis
 
 def _broadcast_arrays(strategy: Strategy, root: int, leaves: Sequence[Any]) -> Any:
     """Return the arrays of the replica `root`. Collective."""
-    operation = "mpidist.jax.broadcast"
-    if strategy.num_replicas_in_sync == 1:
-        return leaves
-    return strategy.extended.collectives.broadcast(
-        f"{operation} from replica {root}", list(leaves), root
-    )
+    operation = f"mpidist.jax.broadcast from replica {root}"
+    return strategy.extended.collectives.broadcast(operation, list(leaves), root)
 
 
 def _lowered(*args: Any, call: _Call) -> Any:
@@ -329,12 +323,16 @@ def _transpose(cotangents: Any, *primals: Any, call: _Call) -> list[Any]:
     results: list[Any] = [ad.Zero(p.aval) for p in primals]
     if not found:
         return results
+    # The derivative of the sum of all replicas' results: each replica's arguments were
+    # used on all of them, so what comes back is added over the replicas
     reverse = call
     if call.name != "all_reduce":
         reverse = _Call("all_reduce", call.strategy, ReduceOp.SUM, call.options)
     replica = call.strategy.extended.replica_id
     given = [cotangents[i] for i in found]
     for i, total in zip(found, _collective_p.bind(*given, call=reverse)):
+        # Of a gathered stack, this replica's argument is one row; of a broadcast, only
+        # the root's argument was used
         if call.name == "all_gather":
             total = total[replica]
         elif call.name == "broadcast" and call.root != replica:

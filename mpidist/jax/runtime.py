@@ -40,7 +40,6 @@ __all__ = [
     "find_strategy",
     "jit",
     "require_dispatch",
-    "take_error",
 ]
 
 T = TypeVar("T")
@@ -133,7 +132,7 @@ def checked(strategy: Strategy, operation: str, fn: Callable[[], T]) -> T:
 def call_host(strategy: Strategy, operation: str, work: Callable[[], Any]) -> Any:
     """Return `work()`, which communicates; called in a callback of JAX.
 
-    Raises, on all ranks: what `work` raises on any; `take_error` returns it too.
+    Raises, on all ranks: what `work` raises on any. JAX replaces it; `jit` does not.
     """
     try:
         with _as_dispatcher(strategy, operation):
@@ -162,6 +161,7 @@ def _as_dispatcher(strategy: Strategy, operation: str) -> Iterator[None]:
             )
         yield
         return
+    # An XLA thread calls while the creator waits inside JAX, which its frame shows
     with ThreadFrames() as frames:
         code = frames[lock.creator].f_code if lock.creator in frames else None
     is_waiting = code is not None and code.co_filename.startswith(_JAX_FOLDER)
@@ -175,11 +175,6 @@ def _as_dispatcher(strategy: Strategy, operation: str) -> Iterator[None]:
         raise error
     with lock.stand_in():
         yield
-
-
-def take_error() -> Exception | None:
-    """Return, once, the error of the last callback that failed."""
-    return _errors.pop() if _errors else None
 
 
 def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
@@ -225,10 +220,9 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Callable[..., 
         try:
             return current()(*args, **kwargs)
         except jax.errors.JaxRuntimeError:
-            error = take_error()
-            if error is None:
+            if not _errors:
                 raise
-        raise error
+        raise _errors.pop()
 
     def method(name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: getattr(current(), name)(*args, **kwargs)

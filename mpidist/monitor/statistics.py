@@ -32,6 +32,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpidist.util import logs
+from mpidist.util.available_memory import available_cores
 from mpidist.util.durations import bucket_seconds, duration
 from mpidist.util.settings import BANNER, decimal
 
@@ -238,7 +239,7 @@ def shared_cores(ranks_on_node: int) -> tuple[int, int, int]:
 
     The first is 1 for a rank that is bound to its own cores.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    cores = len(available_cores())
     sharing = ranks_on_node if cores == os.cpu_count() else 1
     named = os.environ.get("OMP_NUM_THREADS") or os.environ.get("OPENBLAS_NUM_THREADS")
     threads = decimal((named or "").partition(",")[0].strip()) or cores

@@ -33,6 +33,12 @@ CALL = "DistributedDataParallel"
 _OF_TORCH = frozenset(
     inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
 ) - {"module"}
+# Arguments of earlier versions of this class, and what to do instead
+_FORMER = {
+    "batch_dim": "pass rows=len (called with the inputs), or rows='equal'",
+    "options": "use bucket_cap_mb, and register_comm_hook with PyTorch's "
+    "bf16_compress_hook to send less",
+}
 _OF_GROUPS = "process_group", "device_mesh"
 _NO_ROWS = "Expected more than 1 value per channel"
 _models: collections.Counter[str] = collections.Counter()  # in process groups
@@ -137,7 +143,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         **arguments: Any,
     ):
         theirs = [n for n in _OF_GROUPS if arguments.get(n) is not None]
-        is_ours = strategy is not None or not (theirs or _is_of_torch())
+        is_ready = torch.distributed.is_initialized() and not has_strategy()
+        is_ours = strategy is not None or not (theirs or is_ready)
         strategy = find_strategy(strategy) if is_ours else None
         check = functools.partial(_check, module, rows, reduction, arguments)
         if strategy is None:
@@ -318,10 +325,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._watch_gradients()
 
 
-def _is_of_torch() -> bool:
-    return torch.distributed.is_initialized() and not has_strategy()
-
-
 def _with_gradients(tensors: list[Any]) -> dict[int, Any]:
     """Return those in the graph, by their ids."""
     return {id(tensor): tensor for tensor in tensors if tensor.requires_grad}
@@ -356,6 +359,8 @@ def _check(
     for name in arguments:
         if device and name in _OF_GROUPS and arguments[name] is not None:
             raise ArgumentError(f"{CALL} needs strategy or {name}, not both")
+        if name in _FORMER:
+            raise ArgumentTypeError(f"{CALL} has no argument {name!r}: {_FORMER[name]}")
         if name not in _OF_TORCH:
             raise ArgumentTypeError(f"{CALL} has no argument {name!r}")
     if not (rows is None or rows == "equal" or callable(rows)):

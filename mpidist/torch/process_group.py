@@ -171,6 +171,8 @@ class Operations:
         fields = ("reduce_op", "SUM of gradients"), *flat.fields
         address = buckets.address_of(bucket, flat)
         is_known = self._agree(*fields, address=address)
+        # The first time it is remembered, the second time it gets memory that the node
+        # shares, and from then on the ranks add there and PyTorch takes the sum there
         if not is_known or bucket is None:
             buckets.add(flat)
         elif bucket.sum is not None:
@@ -395,6 +397,8 @@ class Operations:
         """Agree on sizes that each rank states for itself; then move the data."""
         name = self._call.signature.operation
         mine, places, to = self._call.reserve(prepare)
+        # Sizes differ between ranks by right, so they cannot be part of the agreement:
+        # each pair of sender and receiver is compared
         own = to, [place.size for place in places]
         dtypes = {flat.dtype for flat in (mine, *places)}
         self._agree(("dtype", " and ".join(sorted(dtypes))))
@@ -781,19 +785,21 @@ def _rendezvous(
     )
     with Pending("init_process_group", comm):
         names = comm.allgather(MPI.Get_processor_name())
-        place: Any = "127.0.0.1" if len(set(names)) == 1 else names[0]
-        store = None
+        host = "127.0.0.1" if len(set(names)) == 1 else names[0]
+        # Rank 0 broadcasts host and port, or the error that all ranks raise
+        store: Any = None
+        address: Any = None
         if rank == 0:
             try:
-                store = connect(place, 0, is_master=True)
-                place = place, store.port
+                store = connect(host, 0, is_master=True)
+                address = host, store.port
             except Exception as error:
-                place = error
-        place = comm.bcast(place)
-    if isinstance(place, Exception):
-        raise place
+                address = error
+        address = comm.bcast(address)
+    if isinstance(address, Exception):
+        raise address
     if store is None:
-        store = connect(*place, is_master=False)
+        store = connect(*address, is_master=False)
     yield store, rank, size
 
 

@@ -209,13 +209,17 @@ class Executor:
         if may_wait and self._begins():
             self._run(work, run)
             return
+        # The thread of the executor runs it, as if it stood in the user's line
         frame = user_frame()
         caller = _caller_at(frame.f_code, frame.f_lineno)
         with self._mutex:
             self._waiting += 1
             self._queue.put((work, run, caller))
             if self._thread is None:
-                self._start()
+                self._thread = threading.Thread(
+                    target=self._loop, name=self._name, daemon=True
+                )
+                self._thread.start()
             work.thread = self._thread
 
     def _begins(self) -> bool:
@@ -233,10 +237,6 @@ class Executor:
         self._turn.release()
         with self._mutex:
             self._waiting -= 1
-
-    def _start(self) -> None:
-        self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-        self._thread.start()
 
     def _loop(self) -> None:
         while (item := self._queue.get()) is not None:

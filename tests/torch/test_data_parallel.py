@@ -389,6 +389,7 @@ def conjugate():
         ({"module": nn.ReLU()}, ValueError, "requires a gradient"),
         ({"module": nn.LazyLinear(3)}, ValueError, "weight is not initialized"),
         ({"proces_group": 1}, TypeError, "no argument 'proces_group'"),
+        ({"batch_dim": 0}, TypeError, "rows=len"),
         ({"options": {}}, TypeError, "bf16_compress_hook"),
         ({"rows": 3}, TypeError, "function or 'equal'"),
         ({"reduction": "max"}, ValueError, "'mean' or 'sum'"),

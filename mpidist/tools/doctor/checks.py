@@ -13,7 +13,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +35,12 @@ from mpidist.tools.doctor.rows import (
     merge,
     name_ranks,
 )
-from mpidist.util.available_memory import as_text, free_bytes
+from mpidist.util.available_memory import (
+    as_text,
+    available_cores,
+    free_bytes,
+    physical_core,
+)
 from mpidist.util.representation import counted
 from mpidist.util.settings import (
     ALLOW_SINGLETON,
@@ -309,8 +313,7 @@ def find_facts(environ: Mapping[str, str]) -> RankFacts:
     Args:
       environ: from before MPI started. But MPI may bind the process to cores.
     """
-    affinity = getattr(os, "sched_getaffinity", None)  # only Linux has it
-    cores = frozenset(affinity(0) if affinity else range(os.cpu_count() or 1))
+    cores = frozenset(available_cores())
     variable = next((name for name in _THREAD_VARIABLES if environ.get(name)), "")
     return RankFacts(
         {
@@ -321,18 +324,10 @@ def find_facts(environ: Mapping[str, str]) -> RankFacts:
         },
         platform.node(),
         cores,
-        frozenset(map(_first_sibling, cores)),
+        frozenset(map(physical_core, cores)),
         os.cpu_count() or len(cores),
         f"{variable}={environ[variable]}" if variable else "",
     )
-
-
-def _first_sibling(core: int) -> int:
-    path = f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
-    try:
-        return int(re.split(r"[-,]", Path(path).read_text().strip())[0])
-    except (OSError, ValueError):
-        return core
 
 
 Facts = Mapping[int, RankFacts]  # by rank
