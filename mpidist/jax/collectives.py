@@ -216,12 +216,12 @@ def has_collective(traced: Any, strategy: Strategy) -> bool:
 def _as_jax(leaves: Sequence[Any], call: str) -> list[Any]:
     """Return leaves as JAX arrays, or raise an ArgumentTypeError or DTypeError."""
     try:
-        found = [jnp.asarray(leaf) for leaf in leaves]
+        converted = [jnp.asarray(leaf) for leaf in leaves]
     except TypeError as error:
         raise ArgumentTypeError(str(error)) from error
-    for leaf in found:
+    for leaf in converted:
         arrays.refuse_keys(leaf, f"an argument of {call}")
-    return found
+    return converted
 
 
 def _require_options(options: Any) -> None:
@@ -308,20 +308,20 @@ def _derive(primals: Any, tangents: Any, *, call: _Call) -> tuple[Any, Any]:
             f"{call.operation} of {call.op.name} has no derivative; use SUM or MEAN, "
             "or jax.lax.stop_gradient"
         )
-    found = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    known = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
-    if found:
-        given = [tangents[i] for i in found]
-        for i, tangent in zip(found, _collective_p.bind(*given, call=call)):
-            known[i] = tangent
-    return results, known
+    varying = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    derivatives = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
+    if varying:
+        inputs = [tangents[i] for i in varying]
+        for i, tangent in zip(varying, _collective_p.bind(*inputs, call=call)):
+            derivatives[i] = tangent
+    return results, derivatives
 
 
 def _transpose(cotangents: Any, *primals: Any, call: _Call) -> list[Any]:
     """Return the cotangents of the arguments, summed over all replicas."""
-    found = [i for i, c in enumerate(cotangents) if type(c) is not ad.Zero]
+    varying = [i for i, c in enumerate(cotangents) if type(c) is not ad.Zero]
     results: list[Any] = [ad.Zero(p.aval) for p in primals]
-    if not found:
+    if not varying:
         return results
     # The derivative of the sum of all replicas' results: each replica's arguments were
     # used on all of them, so what comes back is added over the replicas
@@ -329,8 +329,8 @@ def _transpose(cotangents: Any, *primals: Any, call: _Call) -> list[Any]:
     if call.name != "all_reduce":
         reverse = _Call("all_reduce", call.strategy, ReduceOp.SUM, call.options)
     replica = call.strategy.extended.replica_id
-    given = [cotangents[i] for i in found]
-    for i, total in zip(found, _collective_p.bind(*given, call=reverse)):
+    inputs = [cotangents[i] for i in varying]
+    for i, total in zip(varying, _collective_p.bind(*inputs, call=reverse)):
         # Of a gathered stack, this replica's argument is one row; of a broadcast, only
         # the root's argument was used
         if call.name == "all_gather":

@@ -70,14 +70,14 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def differentiate(*args: Any, **kwargs: Any) -> Any:
-        found = find_strategy(strategy, call)
-        if found.num_replicas_in_sync == 1:
+        current = find_strategy(strategy, call)
+        if current.num_replicas_in_sync == 1:
             return jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)
 
         # `fun` may communicate, so its errors are left to `strategy.run`
-        rows = checked(found, call, lambda: _count_rows(call, args, numbers, batch))
-        weighs = rows is not None and _communicates(fun, args, kwargs, numbers, found)
-        loss = _Loss(fun, argnums, has_aux, rows, options, found)
+        rows = checked(current, call, lambda: _count_rows(call, args, numbers, batch))
+        weighs = rows is not None and _communicates(fun, args, kwargs, numbers, current)
+        loss = _Loss(fun, argnums, has_aux, rows, options, current)
         both, aux = (loss.of_weighted if weighs else loss.of_means)(args, kwargs)
         return ((both[0], aux), both[1]) if has_aux else both
 

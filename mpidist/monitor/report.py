@@ -135,8 +135,8 @@ def step_parts(status: Status) -> dict[str, float]:
 
 
 def _mean_parts(statuses: Sequence[Status]) -> dict[str, float]:
-    found = [step_parts(one) for one in statuses]
-    return {name: statistics.fmean(parts[name] for parts in found) for name in PARTS}
+    ranks = [step_parts(one) for one in statuses]
+    return {name: statistics.fmean(parts[name] for parts in ranks) for name in PARTS}
 
 
 def slowest_rank(statuses: Sequence[Status]) -> int | None:

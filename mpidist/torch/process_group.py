@@ -280,33 +280,33 @@ class Operations:
 
         def prepare() -> tuple[FlatTensor, list[FlatTensor], Any]:
             """Return the input, the outputs, and memory for all ranks."""
-            mine = FlatTensor(source)
+            sent = FlatTensor(source)
             if not is_list:
                 whole = FlatTensor(outputs)
-                whole.require(name, mine, mine.size * self._size)
-                return mine, [whole], whole.bytes
+                whole.require(name, sent, sent.size * self._size)
+                return sent, [whole], whole.bytes
             parts = [FlatTensor(output) for output in outputs]
             if len(parts) != self._size:
                 raise ArgumentError(f"{name} needs {self._size} output tensors")
-            parts[self._rank].require(name, mine, mine.size)
-            return mine, parts, np.empty(sum(p.nbytes for p in parts), np.uint8)
+            parts[self._rank].require(name, sent, sent.size)
+            return sent, parts, np.empty(sum(p.nbytes for p in parts), np.uint8)
 
-        mine, places, received = self._call.reserve(prepare)
+        sent, targets, received = self._call.reserve(prepare)
         if is_list:
-            sizes = tuple(place.size for place in places)
-            self._agree(("dtype", mine.dtype), ("sizes", sizes))
-            self._gather(mine.bytes, received, [place.nbytes for place in places])
-            _spread(received, places)
+            sizes = tuple(target.size for target in targets)
+            self._agree(("dtype", sent.dtype), ("sizes", sizes))
+            self._gather(sent.bytes, received, [target.nbytes for target in targets])
+            _spread(received, targets)
         else:
-            self._agree(*mine.fields)
-            self._gather(mine.bytes, received, [mine.nbytes] * self._size)
-            places[0].store()
+            self._agree(*sent.fields)
+            self._gather(sent.bytes, received, [sent.nbytes] * self._size)
+            targets[0].store()
 
-    def _gather(self, mine: Any, received: Any, counts: list[int]) -> None:
+    def _gather(self, sent: Any, received: Any, counts: list[int]) -> None:
         if self._size == 1:
-            received[...] = mine
+            received[...] = sent
         elif received.size:
-            self._pick().allgatherv(mine, received, counts, self._deadline())
+            self._pick().allgatherv(sent, received, counts, self._deadline())
 
     def reduce_scatter(
         self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None
@@ -318,23 +318,23 @@ class Operations:
         op, name = Reduction.of(opts), "reduce_scatter"
 
         def prepare(output: Any, source: Any) -> tuple[FlatTensor, Any, list[int]]:
-            whole, own = concatenate(source), FlatTensor(output)
+            whole, part = concatenate(source), FlatTensor(output)
             is_list = not isinstance(source, torch.Tensor)
-            lengths = [own.size] * self._size
+            lengths = [part.size] * self._size
             if is_list:
                 lengths = [tensor.numel() for tensor in source]
-            own.require(name, whole, lengths[self._rank])
-            whole.require(name, own, sum(lengths))
-            return own, whole, lengths
+            part.require(name, whole, lengths[self._rank])
+            whole.require(name, part, sum(lengths))
+            return part, whole, lengths
 
         def scatter(output: Any, source: Any) -> None:
-            own, whole, lengths = self._call.reserve(prepare, output, source)
+            part, whole, lengths = self._call.reserve(prepare, output, source)
             if op.name in _BITWISE:
                 total = self._call.reserve(whole.copy)
                 self._reduce(op, whole, total, ("sizes", tuple(lengths)))
                 start = sum(lengths[: self._rank])
-                own.array[...] = total.array[start : start + own.size]
-                own.store()
+                part.array[...] = total.array[start : start + part.size]
+                part.store()
                 return
             known, array = self._call.reserve(op.prepare, whole)
             equal = None if len(set(lengths)) == 1 else lengths
@@ -342,8 +342,8 @@ class Operations:
             sums = self._collectives.exchanges.reduce_scatter(
                 f"{name} of {op.name}", known, array, 0, equal, options
             )
-            own.array[...] = op.finish(sums, self._size)
-            own.store()
+            part.array[...] = op.finish(sums, self._size)
+            part.store()
 
         return self._submit(name, outputs, opts, scatter, outputs, inputs)
 
@@ -359,8 +359,8 @@ class Operations:
         def prepare() -> tuple[FlatTensor, list[FlatTensor], list[int]]:
             if not len(inputs) == len(outputs) == self._size:
                 raise ArgumentError(f"all_to_all needs {self._size} tensors in a list")
-            places = [FlatTensor(output) for output in outputs]
-            return concatenate(inputs), places, [tensor.numel() for tensor in inputs]
+            targets = [FlatTensor(output) for output in outputs]
+            return concatenate(inputs), targets, [tensor.numel() for tensor in inputs]
 
         return self._submit(
             "all_to_all", outputs, opts, lambda: self._exchange(prepare)
@@ -381,11 +381,11 @@ class Operations:
         wholes = []
 
         def prepare() -> tuple[FlatTensor, list[FlatTensor], list[int]]:
-            mine, whole = FlatTensor(source), FlatTensor(output)
+            sent, whole = FlatTensor(source), FlatTensor(output)
             wholes.append(whole)
             to = _split("input_split_sizes", source, input_sizes, self._size)
             sizes = _split("output_split_sizes", output, output_sizes, self._size)
-            return mine, whole.parts(sizes), to
+            return sent, whole.parts(sizes), to
 
         def exchange() -> None:
             self._exchange(prepare)
@@ -396,22 +396,22 @@ class Operations:
     def _exchange(self, prepare: Callable[[], Any]) -> None:
         """Agree on sizes that each rank states for itself; then move the data."""
         name = self._call.signature.operation
-        mine, places, to = self._call.reserve(prepare)
+        sent, targets, to = self._call.reserve(prepare)
         # Sizes differ between ranks by right, so they cannot be part of the agreement:
         # each pair of sender and receiver is compared
-        own = to, [place.size for place in places]
-        dtypes = {flat.dtype for flat in (mine, *places)}
+        sizes = to, [target.size for target in targets]
+        dtypes = {flat.dtype for flat in (sent, *targets)}
         self._agree(("dtype", " and ".join(sorted(dtypes))))
-        sizes = self._consensus.gather_objects(f"sizes of {name}", lambda: own)
-        everyone = np.array(sizes)
-        sent, expected = everyone[:, 0], everyone[:, 1].T
-        for sender, receiver in np.argwhere(sent != expected):
+        every = self._consensus.gather_objects(f"sizes of {name}", lambda: sizes)
+        table = np.array(every)
+        sends, expects = table[:, 0], table[:, 1].T
+        for sender, receiver in np.argwhere(sends != expects):
             with self._consensus.same_on_all():
                 raise MismatchError(
-                    f"{name}: rank {sender} sends {sent[sender, receiver]} elements to "
-                    f"rank {receiver}, which expects {expected[sender, receiver]}"
+                    f"{name}: rank {sender} sends {sends[sender, receiver]} elements "
+                    f"to rank {receiver}, which expects {expects[sender, receiver]}"
                 )
-        self._move(mine, to, places, int(everyone.sum(axis=2).max()))
+        self._move(sent, to, targets, int(table.sum(axis=2).max()))
 
     def gather(
         self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = None
@@ -420,15 +420,15 @@ class Operations:
         root = _root_of(opts)
 
         def prepare() -> tuple[FlatTensor, list[FlatTensor]]:
-            mine = FlatTensor(inputs[0])
+            sent = FlatTensor(inputs[0])
             is_root = self._rank == root
-            return mine, self._all(outputs, mine, "gather") if is_root else []
+            return sent, self._all(outputs, sent, "gather") if is_root else []
 
         def gather() -> None:
-            mine, places = self._call.reserve(prepare)
-            self._agree(("root", root), *mine.fields)
-            to = [mine.size * (rank == root) for rank in range(self._size)]
-            self._move(mine, to, places, mine.size * self._size)
+            sent, targets = self._call.reserve(prepare)
+            self._agree(("root", root), *sent.fields)
+            to = [sent.size * (rank == root) for rank in range(self._size)]
+            self._move(sent, to, targets, sent.size * self._size)
 
         return self._submit("gather", outputs, opts, gather)
 
@@ -439,50 +439,50 @@ class Operations:
         root = _root_of(opts)
 
         def prepare() -> tuple[FlatTensor, list[FlatTensor], list[int]]:
-            own = FlatTensor(outputs[0])
-            nothing = FlatTensor(own.tensor[:0])
-            places = [own if r == root else nothing for r in range(self._size)]
+            target = FlatTensor(outputs[0])
+            nothing = FlatTensor(target.tensor[:0])
+            targets = [target if r == root else nothing for r in range(self._size)]
             if self._rank != root:
-                return nothing, places, [0] * self._size
-            parts = self._all(inputs, own, "scatter")
-            mine = concatenate([part.tensor for part in parts])
-            return mine, places, [own.size] * self._size
+                return nothing, targets, [0] * self._size
+            parts = self._all(inputs, target, "scatter")
+            sent = concatenate([part.tensor for part in parts])
+            return sent, targets, [target.size] * self._size
 
         def scatter() -> None:
-            mine, places, to = self._call.reserve(prepare)
-            own = places[root]
-            self._agree(("root", root), *own.fields)
-            self._move(mine, to, places, own.size * self._size)
+            sent, targets, to = self._call.reserve(prepare)
+            target = targets[root]
+            self._agree(("root", root), *target.fields)
+            self._move(sent, to, targets, target.size * self._size)
 
         return self._submit("scatter", outputs, opts, scatter)
 
     def _all(self, lists: Any, like: FlatTensor, name: str) -> list[FlatTensor]:
         """Return the tensors of the root: one for each rank, all of one size."""
-        places = [FlatTensor(tensor) for tensor in (lists[0] if lists else ())]
-        if len(places) != self._size:
+        targets = [FlatTensor(tensor) for tensor in (lists[0] if lists else ())]
+        if len(targets) != self._size:
             raise ArgumentError(f"{name} needs {self._size} tensors on its root")
-        for place in places:
-            place.require(name, like, like.size)
-        return places
+        for target in targets:
+            target.require(name, like, like.size)
+        return targets
 
     def _move(
-        self, mine: FlatTensor, to: list[int], places: list[FlatTensor], largest: int
+        self, sent: FlatTensor, to: list[int], targets: list[FlatTensor], largest: int
     ) -> None:
         """Send and receive elements, of which no rank has more than `largest`.
 
-        `places` is empty on a rank that gets none.
+        `targets` is empty on a rank that gets none.
         """
-        counts = [place.nbytes for place in places] or [0] * self._size
+        counts = [target.nbytes for target in targets] or [0] * self._size
         received = np.empty(sum(counts), np.uint8)
         transport = self._transports.exchange(is_device=False)
         assert transport is not None
-        is_large = largest * mine.itemsize > transport.most_bytes
-        bytes_to = [n * mine.itemsize for n in to]
+        is_large = largest * sent.itemsize > transport.most_bytes
+        bytes_to = [n * sent.itemsize for n in to]
         name, deadline = self._call.signature.operation, self._deadline()
         transport.alltoallv(
-            mine.bytes, bytes_to, received, counts, deadline, name, is_large
+            sent.bytes, bytes_to, received, counts, deadline, name, is_large
         )
-        _spread(received, places)
+        _spread(received, targets)
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks; an error at the timeout names the missing ones."""
@@ -638,13 +638,13 @@ def _root_of(opts: Any) -> int:
     return root
 
 
-def _spread(received: Any, places: list[FlatTensor]) -> None:
+def _spread(received: Any, targets: list[FlatTensor]) -> None:
     """Copy what was received to the tensors, one after another."""
     start = 0
-    for place in places:
-        place.bytes[...] = received[start : start + place.nbytes]
-        start += place.nbytes
-        place.store()
+    for target in targets:
+        target.bytes[...] = received[start : start + target.nbytes]
+        start += target.nbytes
+        target.store()
 
 
 def _split(
