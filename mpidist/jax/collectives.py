@@ -262,18 +262,18 @@ def _communicate(call: _Call, shapes: Sequence[Any], args: Sequence[Any]) -> lis
 
     def work() -> list[Any]:
         # Views of XLA's memory, which is valid until this callback returns
-        given = [np.asarray(arg) for arg in args]
+        host_arrays = [np.asarray(arg) for arg in args]
         if call.name == "all_reduce":
             assert call.op is not None
-            got = collectives.reductions.all_reduce(
-                operation, call.op, given, call.options
+            results = collectives.reductions.all_reduce(
+                operation, call.op, host_arrays, call.options
             )
         elif call.name == "all_gather":
-            rows = [array[None] for array in given]
-            got = collectives.all_gather(operation, rows, 0, call.options)
+            rows = [array[None] for array in host_arrays]
+            results = collectives.all_gather(operation, rows, 0, call.options)
         else:
-            got = _broadcast_arrays(strategy, call.root, given)
-        return [np.asarray(a, s.dtype) for a, s in zip(got, shapes)]
+            results = _broadcast_arrays(strategy, call.root, host_arrays)
+        return [np.asarray(a, s.dtype) for a, s in zip(results, shapes)]
 
     return list(call_host(strategy, operation, work))
 

@@ -151,9 +151,9 @@ def mean_over_rows(
       0.4
     """
     call = "mpidist.jax.mean_over_rows"
-    found = find_strategy(strategy, call)
-    sums, count, dtypes = checked(found, call, lambda: _sums(values, rows))
-    sums, total = all_reduce("SUM", (sums, count), options, strategy=found)
+    strategy = find_strategy(strategy, call)
+    sums, count, dtypes = checked(strategy, call, lambda: _sums(values, rows))
+    sums, total = all_reduce("SUM", (sums, count), options, strategy=strategy)
     return jax.tree.map(
         lambda x, dtype: (x / total.astype(x.dtype)).astype(dtype), sums, dtypes
     )
@@ -188,9 +188,9 @@ def _communicates(
     if not is_traced(jax.tree.leaves(args)):
         return True
 
-    def of_differentiated(*given: Any) -> Any:
+    def of_differentiated(*differentiated: Any) -> Any:
         every = list(args)
-        for i, arg in zip(numbers, given):
+        for i, arg in zip(numbers, differentiated):
             every[i] = arg
         return jax.tree.leaves(fun(*every, **kwargs))
 
@@ -293,8 +293,8 @@ def _count_rows(
         "batch_argnums=(1, 2), or batch_argnums=() to weight all replicas equally"
     )
     if batch is None:
-        own = {i % len(args) for i in numbers if -len(args) <= i < len(args)}
-        batch = [i for i in range(len(args)) if i not in own]
+        differentiated = {i % len(args) for i in numbers if -len(args) <= i < len(args)}
+        batch = [i for i in range(len(args)) if i not in differentiated]
     if any(not -len(args) <= i < len(args) for i in batch):
         raise ArgumentError(
             f"{call}: batch_argnums={tuple(batch)} names an argument that does not "
@@ -303,9 +303,9 @@ def _count_rows(
     shapes = [jnp.shape(leaf) for i in batch for leaf in jax.tree.leaves(args[i])]
     lengths = {shape[0] if shape else None for shape in shapes}
     if len(lengths) != 1 or None in lengths:
-        found = ", ".join(map(str, shapes[:8])) or "none"
+        shown = ", ".join(map(str, shapes[:8])) or "none"
         raise ArgumentError(
             f"{call}: the number of rows is ambiguous: the arrays in arguments "
-            f"{list(batch)} have the shapes {found}; {advice}"
+            f"{list(batch)} have the shapes {shown}; {advice}"
         )
     return int(lengths.pop() or 0)

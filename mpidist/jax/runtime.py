@@ -200,7 +200,7 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Callable[..., 
     """
     if fun is None:
         return functools.partial(jit, **options)
-    given = fun
+    function = fun
     # Compiled code contains the strategy's collectives
     compiled: dict[Strategy, Any] = {}
 
@@ -210,8 +210,10 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Callable[..., 
             for old in [s for s in compiled if s.extended.topology.closed]:
                 del compiled[old]
             # JAX caches by function, so each strategy needs one of its own
-            own = functools.wraps(given)(lambda *args, **kwargs: given(*args, **kwargs))
-            compiled[strategy] = jax.jit(own, **options)
+            alias = functools.wraps(function)(
+                lambda *args, **kwargs: function(*args, **kwargs)
+            )
+            compiled[strategy] = jax.jit(alias, **options)
         return compiled[strategy]
 
     @functools.wraps(fun)

@@ -144,10 +144,10 @@ def seconds_of(opts: Any, of_group: datetime.timedelta | None) -> float | None:
       opts: of the operation, or its timeout, or None.
       of_group: holds where `opts` has none.
     """
-    own = getattr(opts, "timeout", opts)
-    is_set = isinstance(own, datetime.timedelta) and own > datetime.timedelta()
-    found = own if is_set else of_group
-    return None if found in (None, DEFAULT_TIMEOUT) else found.total_seconds()
+    timeout = getattr(opts, "timeout", opts)
+    is_set = isinstance(timeout, datetime.timedelta) and timeout > datetime.timedelta()
+    timeout = timeout if is_set else of_group
+    return None if timeout in (None, DEFAULT_TIMEOUT) else timeout.total_seconds()
 
 
 def register(

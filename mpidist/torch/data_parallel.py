@@ -188,9 +188,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._require_unchanged()
         if compat.are_transforms_active():  # of this rank's outputs
             return super().forward(*inputs, **kwargs)
-        given = list(weights.tensors_in((inputs, kwargs)))
-        passing = self._new_pass(given, inputs, kwargs)
-        if leaving := _with_gradients(given):
+        tensors = list(weights.tensors_in((inputs, kwargs)))
+        passing = self._new_pass(tensors, inputs, kwargs)
+        if leaving := _with_gradients(tensors):
             new = weights.Weighed.apply(passing.leave, *leaving.values())
             replaced = dict(zip(leaving, new))
             inputs, kwargs = weights.replace_tensors((inputs, kwargs), replaced)
@@ -217,7 +217,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             )
         self._passes.structure = structure
 
-    def _new_pass(self, given: list[Any], inputs: Any, kwargs: Any) -> weights.Pass:
+    def _new_pass(self, tensors: list[Any], inputs: Any, kwargs: Any) -> weights.Pass:
         is_synced = self.require_backward_grad_sync
         self._passes.accumulates = not is_synced
         self._passes.expects |= is_synced
@@ -225,11 +225,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if rows is None and callable(self._rows):
             rows = _number_of_rows(self._rows(*inputs, **kwargs))
         if rows is None and self._weight is None:
-            rows = weights.batch_rows(given)
+            rows = weights.batch_rows(tensors)
         passing = weights.Pass(self._begin_backward, is_synced, rows)
         self._passes.newest = weakref.ref(passing)
         if self._weight is None and rows is None:
-            passing.shapes += [len(tensor) for tensor in given if tensor.dim()]
+            passing.shapes += [len(tensor) for tensor in tensors if tensor.dim()]
         return passing
 
     def _weighed(self, passing: weights.Pass, output: Any) -> Any:
@@ -260,19 +260,19 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         compat.queue_callback(self._end_pass)
         if self._weight is not None:
             return self._weight
-        found = weights.exchange_rows(
+        weight = weights.exchange_rows(
             self.process_group,
             passing.rows,
             passing.shapes,
             compat.is_mean_of_present(self),
             self._number,
         )
-        if found is None and not self._passes.is_said:
+        if weight is None and not self._passes.is_said:
             self._passes.is_said = True
             logs.info(
                 "torch", f"{CALL} weighs all ranks the same, as rows are not stated"
             )
-        return 1.0 if found is None else found
+        return 1.0 if weight is None else weight
 
     def _end_pass(self) -> None:
         if self._passes.gradient_task == self._passes.task and self._passes.expects:
@@ -304,10 +304,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     # What PyTorch's class calls
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:
-        found = super()._check_global_requires_backward_grad_sync(is_joined_rank)
+        is_needed = super()._check_global_requires_backward_grad_sync(is_joined_rank)
         if is_joined_rank and self._weight is None:
             weights.exchange_rows(self.process_group, weights.ENDED, model=self._number)
-        return found
+        return is_needed
 
     def _sync_buffers(self) -> None:
         self._assign_modules_buffers()  # some may have been replaced

@@ -547,18 +547,18 @@ class Operations:
           name: what needs them.
           values: a tuple of numbers, or of such tuples.
         """
-        found = [values]
+        shared = [values]
 
         def run() -> None:
             # Of numbers, Python's hash is the same in all processes
             address = hash(values) & _ADDRESSES or 1
             if not self._agree(address=address):
-                found[:] = self._consensus.gather_objects(name, lambda: values)
+                shared[:] = self._consensus.gather_objects(name, lambda: values)
 
         work = Work([])
         self._executor.submit(work, self._in_turn(name, None, run), may_wait=True)
         work.wait()
-        return found
+        return shared
 
     def _agree(self, *fields: tuple[str, Any], address: int = 0) -> bool:
         """Go on once all ranks are in this operation, with equal fields. Collective.
@@ -730,12 +730,12 @@ def _create(options: Any, _: Any) -> Any:
         tag = sum(options.group_id.encode()) % 32749  # of MPI's at least 32767
         with Pending("new_group", comm, ranks):
             comm = comm.Create_group(comm.group.Incl(ranks), tag)
-    found = comm.Get_rank(), comm.Get_size()
-    if (options.group_rank, options.group_size) != found:
+    of_mpi = comm.Get_rank(), comm.Get_size()
+    if (options.group_rank, options.group_size) != of_mpi:
         raise ArgumentError(
             f"init_process_group({_BACKEND!r}) was called as rank "
             f"{options.group_rank} of {options.group_size}, but MPI's is rank "
-            f"{found[0]} of {found[1]}; start the program by mpirun or srun"
+            f"{of_mpi[0]} of {of_mpi[1]}; start the program by mpirun or srun"
         )
     operations = Operations(comm, options.timeout)
     if is_part:

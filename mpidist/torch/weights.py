@@ -176,8 +176,8 @@ def _gather(group: Any, rows: float, shapes: Any, model: int) -> list[Any]:
     """Return those of all ranks, or one line if they are equal. Collective."""
     operations = getattr(group, "operations", None)
     if operations is not None:
-        found: list[Any] = operations.share(_CALL, (rows, shapes, model))
-        return found
+        table: list[Any] = operations.share(_CALL, (rows, shapes, model))
+        return table
     # A group of another backend
     device = compat.find_device(group)
     checksum = hash62(repr(shapes)) >> 10  # 52 bits are exact in float64
@@ -185,7 +185,7 @@ def _gather(group: Any, rows: float, shapes: Any, model: int) -> list[Any]:
     mine = torch.tensor(numbers, dtype=torch.float64, device=device)
     every = mine.new_empty(group.size() * len(numbers))
     compat.all_gather_single(every, mine, group=group)
-    table: list[Any] = every.view(-1, len(numbers)).tolist()
+    table = every.view(-1, len(numbers)).tolist()
     return table if any(line != table[0] for line in table) else table[:1]
 
 
@@ -222,8 +222,8 @@ def batch_rows(tensors: Sequence[Any]) -> int | None:
         return None
     first = {len(tensor) for tensor in tensors if tensor.dim()}
     every = {length for tensor in tensors for length in tensor.shape}
-    found = current & first or current & every
-    return found.pop() if len(found) == 1 else None
+    lengths = current & first or current & every
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def tensors_in(nest: Any) -> Iterator[Any]:
