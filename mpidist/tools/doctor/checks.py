@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from mpidist._version import __version__
 from mpidist.errors import LaunchError
-from mpidist.launch.launchers import find_launcher
+from mpidist.launch.launchers import HYDRA, find_launcher
 from mpidist.tools.doctor.paths import LOCKING
 from mpidist.tools.doctor.rows import (
     FAIL,
@@ -189,7 +189,7 @@ LOCAL_CHECKS: dict[str, tuple[Any, ...]] = {
 
 def is_hydra() -> bool:
     """Return whether MPICH's mpirun, or one like it, started this process."""
-    return "PMI_FD" in os.environ and "MPI_LOCALNRANKS" in os.environ
+    return "PMI_FD" in os.environ and HYDRA in os.environ
 
 
 def check_launcher(size: int, environ: Mapping[str, str], error: str) -> Row:
