@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.core import trace_state_clean  # nothing public says it
 from jax.experimental import io_callback
 from jax.extend.core import Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
@@ -20,6 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from mpidist.comm import arithmetic
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from mpidist.jax import compat
 from mpidist.jax.runtime import call_host, find_strategy, require_dispatch
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import validation
@@ -172,10 +172,8 @@ def broadcast(value: Any, root: int = 0, *, strategy: Strategy | None = None) ->
     """
     call = "mpidist.jax.broadcast"
     strategy = find_strategy(strategy, call)
-    extended = strategy.extended
     leaves, tree = jax.tree.flatten(value)
-    size = extended.num_replicas
-    traces = is_traced(leaves)
+    size = strategy.num_replicas_in_sync
 
     def check() -> int:
         number = validation.integer("root", root, 0)
@@ -183,11 +181,11 @@ def broadcast(value: Any, root: int = 0, *, strategy: Strategy | None = None) ->
             raise ArgumentError(f"{call}: root must be below {size}, not {number}")
         return number
 
-    if traces:
+    if is_traced(leaves):
         bound = _bind(_as_jax(leaves, call), _Call("broadcast", strategy, root=check()))
         return jax.tree.unflatten(tree, bound)
-    root = extended.consensus.guard(call, check)
-    got = _broadcast_arrays(strategy, root, leaves)
+    with strategy.extended.consensus.call(call) as opened:
+        got = _broadcast_arrays(strategy, opened.reserve(check), leaves)
     return jax.tree.unflatten(tree, map(jnp.asarray, got))
 
 
@@ -196,7 +194,7 @@ def is_traced(leaves: Sequence[Any]) -> bool:
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return True
     # A constant inside jit is not a tracer, but a call with it would run only once
-    return not trace_state_clean()
+    return compat.is_tracing()
 
 
 def has_collective(traced: Any, strategy: Strategy) -> bool:
@@ -218,12 +216,12 @@ def has_collective(traced: Any, strategy: Strategy) -> bool:
 def _as_jax(leaves: Sequence[Any], call: str) -> list[Any]:
     """Return leaves as JAX arrays, or raise an ArgumentTypeError or DTypeError."""
     try:
-        found = [jnp.asarray(leaf) for leaf in leaves]
+        converted = [jnp.asarray(leaf) for leaf in leaves]
     except TypeError as error:
         raise ArgumentTypeError(str(error)) from error
-    for leaf in found:
+    for leaf in converted:
         arrays.refuse_keys(leaf, f"an argument of {call}")
-    return found
+    return converted
 
 
 def _require_options(options: Any) -> None:
@@ -264,28 +262,26 @@ def _communicate(call: _Call, shapes: Sequence[Any], args: Sequence[Any]) -> lis
 
     def work() -> list[Any]:
         # Views of XLA's memory, which is valid until this callback returns
-        given = [np.asarray(arg) for arg in args]
+        host_arrays = [np.asarray(arg) for arg in args]
         if call.name == "all_reduce":
             assert call.op is not None
-            got = collectives.all_reduce(operation, call.op, given, call.options)
+            results = collectives.all_reduce(
+                operation, call.op, host_arrays, call.options
+            )
         elif call.name == "all_gather":
-            rows = [array[None] for array in given]
-            got = collectives.all_gather(operation, rows, 0, call.options)
+            rows = [array[None] for array in host_arrays]
+            results = collectives.all_gather(operation, rows, 0, call.options)
         else:
-            got = _broadcast_arrays(strategy, call.root, given)
-        return [np.asarray(a, s.dtype) for a, s in zip(got, shapes)]
+            results = _broadcast_arrays(strategy, call.root, host_arrays)
+        return [np.asarray(a, s.dtype) for a, s in zip(results, shapes)]
 
     return list(call_host(strategy, operation, work))
 
 
 def _broadcast_arrays(strategy: Strategy, root: int, leaves: Sequence[Any]) -> Any:
     """Return the arrays of the replica `root`. Collective."""
-    operation = "mpidist.jax.broadcast"
-    if strategy.num_replicas_in_sync == 1:
-        return leaves
-    return strategy.extended.collectives.broadcast(
-        f"{operation} from replica {root}", list(leaves), root
-    )
+    operation = f"mpidist.jax.broadcast from replica {root}"
+    return strategy.extended.collectives.broadcast(operation, list(leaves), root)
 
 
 def _lowered(*args: Any, call: _Call) -> Any:
@@ -312,27 +308,31 @@ def _derive(primals: Any, tangents: Any, *, call: _Call) -> tuple[Any, Any]:
             f"{call.operation} of {call.op.name} has no derivative; use SUM or MEAN, "
             "or jax.lax.stop_gradient"
         )
-    found = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    known = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
-    if found:
-        given = [tangents[i] for i in found]
-        for i, tangent in zip(found, _collective_p.bind(*given, call=call)):
-            known[i] = tangent
-    return results, known
+    varying = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    derivatives = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
+    if varying:
+        inputs = [tangents[i] for i in varying]
+        for i, tangent in zip(varying, _collective_p.bind(*inputs, call=call)):
+            derivatives[i] = tangent
+    return results, derivatives
 
 
 def _transpose(cotangents: Any, *primals: Any, call: _Call) -> list[Any]:
     """Return the cotangents of the arguments, summed over all replicas."""
-    found = [i for i, c in enumerate(cotangents) if type(c) is not ad.Zero]
+    varying = [i for i, c in enumerate(cotangents) if type(c) is not ad.Zero]
     results: list[Any] = [ad.Zero(p.aval) for p in primals]
-    if not found:
+    if not varying:
         return results
+    # The derivative of the sum of all replicas' results: each replica's arguments were
+    # used on all of them, so what comes back is added over the replicas
     reverse = call
     if call.name != "all_reduce":
         reverse = _Call("all_reduce", call.strategy, ReduceOp.SUM, call.options)
     replica = call.strategy.extended.replica_id
-    given = [cotangents[i] for i in found]
-    for i, total in zip(found, _collective_p.bind(*given, call=reverse)):
+    inputs = [cotangents[i] for i in varying]
+    for i, total in zip(varying, _collective_p.bind(*inputs, call=reverse)):
+        # Of a gathered stack, this replica's argument is one row; of a broadcast, only
+        # the root's argument was used
         if call.name == "all_gather":
             total = total[replica]
         elif call.name == "broadcast" and call.root != replica:

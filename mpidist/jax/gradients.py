@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.jax.collectives import all_reduce, has_collective, is_traced
-from mpidist.jax.runtime import find_strategy
+from mpidist.jax.runtime import checked, find_strategy
 from mpidist.options import CommunicationOptions
 from mpidist.util import validation
 
@@ -70,16 +70,14 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def differentiate(*args: Any, **kwargs: Any) -> Any:
-        found = find_strategy(strategy, call)
-        if found.num_replicas_in_sync == 1:
+        current = find_strategy(strategy, call)
+        if current.num_replicas_in_sync == 1:
             return jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)
 
         # `fun` may communicate, so its errors are left to `strategy.run`
-        rows = found.extended.consensus.guard(
-            call, lambda: _count_rows(call, args, numbers, batch)
-        )
-        weighs = rows is not None and _communicates(fun, args, kwargs, numbers, found)
-        loss = _Loss(fun, argnums, has_aux, rows, options, found)
+        rows = checked(current, call, lambda: _count_rows(call, args, numbers, batch))
+        weighs = rows is not None and _communicates(fun, args, kwargs, numbers, current)
+        loss = _Loss(fun, argnums, has_aux, rows, options, current)
         both, aux = (loss.of_weighted if weighs else loss.of_means)(args, kwargs)
         return ((both[0], aux), both[1]) if has_aux else both
 
@@ -153,11 +151,9 @@ def mean_over_rows(
       0.4
     """
     call = "mpidist.jax.mean_over_rows"
-    found = find_strategy(strategy, call)
-    sums, count, dtypes = found.extended.consensus.guard(
-        call, lambda: _sums(values, rows)
-    )
-    sums, total = all_reduce("SUM", (sums, count), options, strategy=found)
+    strategy = find_strategy(strategy, call)
+    sums, count, dtypes = checked(strategy, call, lambda: _sums(values, rows))
+    sums, total = all_reduce("SUM", (sums, count), options, strategy=strategy)
     return jax.tree.map(
         lambda x, dtype: (x / total.astype(x.dtype)).astype(dtype), sums, dtypes
     )
@@ -192,9 +188,9 @@ def _communicates(
     if not is_traced(jax.tree.leaves(args)):
         return True
 
-    def of_differentiated(*given: Any) -> Any:
+    def of_differentiated(*differentiated: Any) -> Any:
         every = list(args)
-        for i, arg in zip(numbers, given):
+        for i, arg in zip(numbers, differentiated):
             every[i] = arg
         return jax.tree.leaves(fun(*every, **kwargs))
 
@@ -297,8 +293,8 @@ def _count_rows(
         "batch_argnums=(1, 2), or batch_argnums=() to weight all replicas equally"
     )
     if batch is None:
-        own = {i % len(args) for i in numbers if -len(args) <= i < len(args)}
-        batch = [i for i in range(len(args)) if i not in own]
+        differentiated = {i % len(args) for i in numbers if -len(args) <= i < len(args)}
+        batch = [i for i in range(len(args)) if i not in differentiated]
     if any(not -len(args) <= i < len(args) for i in batch):
         raise ArgumentError(
             f"{call}: batch_argnums={tuple(batch)} names an argument that does not "
@@ -307,9 +303,9 @@ def _count_rows(
     shapes = [jnp.shape(leaf) for i in batch for leaf in jax.tree.leaves(args[i])]
     lengths = {shape[0] if shape else None for shape in shapes}
     if len(lengths) != 1 or None in lengths:
-        found = ", ".join(map(str, shapes[:8])) or "none"
+        shown = ", ".join(map(str, shapes[:8])) or "none"
         raise ArgumentError(
             f"{call}: the number of rows is ambiguous: the arrays in arguments "
-            f"{list(batch)} have the shapes {found}; {advice}"
+            f"{list(batch)} have the shapes {shown}; {advice}"
         )
     return int(lengths.pop() or 0)

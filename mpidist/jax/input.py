@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -52,7 +53,7 @@ class JaxIterator(ConvertedIterator):
     """
 
     def __init__(self, iterator: Any):
-        super().__init__(iterator, _convert)
+        super().__init__(iterator, functools.partial(nest.map_leaves, _to_jax))
 
 
 class JaxDataset(ConvertedDataset):
@@ -66,10 +67,6 @@ class JaxDataset(ConvertedDataset):
     """
 
     _iterator_type = JaxIterator
-
-
-def _convert(batch: Any) -> Any:
-    return nest.map_leaves(_to_jax, batch)
 
 
 def _to_jax(leaf: Any) -> Any:

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 from mpi4py import MPI
@@ -27,29 +27,27 @@ from mpidist.context import (
     require_cross_replica,
 )
 from mpidist.errors import ArgumentTypeError, ContextError, UnsupportedError
+from mpidist.jax import compat
 from mpidist.strategy.replica_context import DefaultReplicaContext
 from mpidist.util.frames import ThreadFrames
 
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
 
-__all__ = ["call_host", "find_strategy", "jit", "require_dispatch", "take_error"]
+__all__ = [
+    "call_host",
+    "checked",
+    "find_strategy",
+    "jit",
+    "require_dispatch",
+]
 
+T = TypeVar("T")
 _JAX_FOLDER = str(Path(jax.__file__).parent)
 skip_folder(_JAX_FOLDER)
 
 
-def _dispatch_synchronously() -> bool:
-    """Make JAX dispatch synchronously; return False if it is too late for that."""
-    from jax._src import xla_bridge  # there is no public API for this
-
-    was_synchronous = not jax.config.values["jax_cpu_enable_async_dispatch"]
-    is_early = not xla_bridge.backends_are_initialized()
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
-    return was_synchronous or is_early
-
-
-_is_synchronous = _dispatch_synchronously()
+_is_synchronous = compat.dispatch_synchronously()
 _errors: list[Exception] = []  # of the last callback that failed
 
 
@@ -119,10 +117,22 @@ def require_dispatch(strategy: Strategy, call: str) -> None:
         )
 
 
+def checked(strategy: Strategy, operation: str, fn: Callable[[], T]) -> T:
+    """Return `fn()`. If it raises, all ranks do, in place of their next collective.
+
+    That may be one in compiled code: while JAX traces, no agreement follows, so an open
+    `Call` cannot reserve `fn`.
+    """
+    try:
+        return fn()
+    except BaseException as error:
+        strategy.extended.consensus.call(operation).fail(error)
+
+
 def call_host(strategy: Strategy, operation: str, work: Callable[[], Any]) -> Any:
     """Return `work()`, which communicates; called in a callback of JAX.
 
-    Raises, on all ranks: what `work` raises on any; `take_error` returns it too.
+    Raises, on all ranks: what `work` raises on any. JAX replaces it; `jit` does not.
     """
     try:
         with _as_dispatcher(strategy, operation):
@@ -141,16 +151,17 @@ def _as_dispatcher(strategy: Strategy, operation: str) -> Iterator[None]:
     """
     extended = strategy.extended
     extended.topology.require_open()
-    lock = extended.consensus.lock
     consensus = extended.consensus
+    lock = consensus.lock
     if lock.is_creator():
         # Plain `jax.jit` keeps the strategy with which it was traced
         if has_strategy() and not in_replica_of(strategy):
-            consensus.guard(
-                operation, lambda: require_cross_replica(strategy, operation)
+            checked(
+                strategy, operation, lambda: require_cross_replica(strategy, operation)
             )
         yield
         return
+    # An XLA thread calls while the creator waits inside JAX, which its frame shows
     with ThreadFrames() as frames:
         code = frames[lock.creator].f_code if lock.creator in frames else None
     is_waiting = code is not None and code.co_filename.startswith(_JAX_FOLDER)
@@ -164,11 +175,6 @@ def _as_dispatcher(strategy: Strategy, operation: str) -> Iterator[None]:
         raise error
     with lock.stand_in():
         yield
-
-
-def take_error() -> Exception | None:
-    """Return, once, the error of the last callback that failed."""
-    return _errors.pop() if _errors else None
 
 
 def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
@@ -194,7 +200,7 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Callable[..., 
     """
     if fun is None:
         return functools.partial(jit, **options)
-    given = fun
+    function = fun
     # Compiled code contains the strategy's collectives
     compiled: dict[Strategy, Any] = {}
 
@@ -204,8 +210,10 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Callable[..., 
             for old in [s for s in compiled if s.extended.topology.closed]:
                 del compiled[old]
             # JAX caches by function, so each strategy needs one of its own
-            own = functools.wraps(given)(lambda *args, **kwargs: given(*args, **kwargs))
-            compiled[strategy] = jax.jit(own, **options)
+            alias = functools.wraps(function)(
+                lambda *args, **kwargs: function(*args, **kwargs)
+            )
+            compiled[strategy] = jax.jit(alias, **options)
         return compiled[strategy]
 
     @functools.wraps(fun)
@@ -214,10 +222,9 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Callable[..., 
         try:
             return current()(*args, **kwargs)
         except jax.errors.JaxRuntimeError:
-            error = take_error()
-            if error is None:
+            if not _errors:
                 raise
-        raise error
+        raise _errors.pop()
 
     def method(name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: getattr(current(), name)(*args, **kwargs)
@@ -237,4 +244,4 @@ class _Known(logging.Filter):
         return error is None or all(error is not known for known in _errors)
 
 
-logging.getLogger("jax._src.callback").addFilter(_Known())
+compat.CALLBACK_LOGGER.addFilter(_Known())

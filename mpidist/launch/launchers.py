@@ -34,6 +34,7 @@ __all__ = [
     "find_local_rank",
     "is_elastic",
     "is_of_mpirun",
+    "is_silent",
     "leave_job",
     "protocol_of",
     "run_program",
@@ -93,11 +94,12 @@ _OFFERED = "SLURM_MPI_TYPE"  # the --mpi of srun
 
 
 class _Launched(NamedTuple):
-    """The launcher of this process, and its number of processes."""
+    """The launcher of this process, its number of processes, and the rank."""
 
     launcher: str
     variable: str
     processes: int
+    rank: int | None
 
 
 def check_launch(environ: Mapping[str, str], world_size: int, library: str) -> None:
@@ -219,19 +221,28 @@ def check_mpirun(environ: Mapping[str, str], library: str) -> None:
 
 def find_launcher(environ: Mapping[str, str]) -> _Launched | None:
     """Return the launcher of this process, or None."""
-    hydra = "an MPICH-like mpirun", _PMI.size
-    candidates = [("Open MPI's mpirun", _OPEN_MPI.size)]
+    hydra = "an MPICH-like mpirun", _PMI
+    candidates = [("Open MPI's mpirun", _OPEN_MPI)]
     # MPICH's mpirun says more than srun with the same protocol
     if HYDRA in environ:
         candidates.append(hydra)
     # SLURM_NTASKS is set in a batch script too, where one process is right
     if not _in_batch_script(environ):
-        candidates.append(("srun", _SRUN.size))
-    for launcher, variable in [*candidates, hydra]:
-        processes = decimal(environ.get(variable, ""))
+        candidates.append(("srun", _SRUN))
+    for name, launcher in [*candidates, hydra]:
+        processes = decimal(environ.get(launcher.size, ""))
         if processes is not None:
-            return _Launched(launcher, variable, processes)
+            rank = decimal(environ.get(launcher.rank, ""))
+            return _Launched(name, launcher.size, processes, rank)
     return None
+
+
+def is_silent(environ: Mapping[str, str]) -> bool:
+    """Return whether another process of the job, its rank 0, is the one to print."""
+    started = find_launcher(environ)
+    if started is None or ALLOW_SINGLETON.read_or_default(environ):
+        return False
+    return 0 < (started.rank or 0) < started.processes
 
 
 def _in_batch_script(environ: Mapping[str, str]) -> bool:

@@ -24,7 +24,7 @@ from mpidist.launch.launchers import (
     protocol_of,
     run_program,
 )
-from mpidist.util.available_memory import available_cores
+from mpidist.util.available_memory import available_cores, physical_core
 from mpidist.util.settings import PREFIX, decimal
 
 __all__ = ["Library", "Request", "find_library", "program", "start_command"]
@@ -254,14 +254,5 @@ def _count_cores(is_whole: bool) -> int:
     Args:
       is_whole: whether hardware threads of one core count once, as Open MPI counts.
     """
-    threads = available_cores()
-    if not is_whole:
-        return len(threads)
-    siblings = set()
-    for thread in threads:
-        path = f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list"
-        try:
-            siblings.add(Path(path).read_text())
-        except OSError:
-            return len(threads)
-    return len(siblings)
+    cores = available_cores()
+    return len(set(map(physical_core, cores)) if is_whole else cores)

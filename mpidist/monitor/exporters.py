@@ -84,8 +84,7 @@ class ScalarWriter:
                 )
             return path
 
-        self._path, self._job = group.consensus.guard(_OPEN, check), job
-        group.consensus.sync_errors(_OPEN, None)  # before the file is created
+        self._path, self._job = group.consensus.run(_OPEN, check), job
         group.consensus.root_only(_OPEN, self._open)
 
     def _open(self) -> None:

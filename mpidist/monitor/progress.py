@@ -79,7 +79,7 @@ class Progress(Generic[T]):
         if self._group is None:
             self._total, self._unit = check()
         else:
-            self._total, self._unit = self._group.consensus.guard("progress", check)
+            self._total, self._unit = self._group.consensus.run("progress", check)
         if self._group is None and has_strategy():
             self._group = get_strategy().extended
 

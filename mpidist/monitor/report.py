@@ -18,7 +18,7 @@ import numpy as np
 
 from mpidist.errors import DataError
 from mpidist.monitor.statistics import advice, as_text, work_seconds
-from mpidist.monitor.traces import RankTrace, Step, read_statuses, read_traces
+from mpidist.monitor.traces import RankTrace, read_statuses, read_traces
 
 __all__ = [
     "PARTS",
@@ -135,8 +135,8 @@ def step_parts(status: Status) -> dict[str, float]:
 
 
 def _mean_parts(statuses: Sequence[Status]) -> dict[str, float]:
-    found = [step_parts(one) for one in statuses]
-    return {name: statistics.fmean(parts[name] for parts in found) for name in PARTS}
+    ranks = [step_parts(one) for one in statuses]
+    return {name: statistics.fmean(parts[name] for parts in ranks) for name in PARTS}
 
 
 def slowest_rank(statuses: Sequence[Status]) -> int | None:
@@ -190,16 +190,14 @@ def _series(traces: Sequence[RankTrace]) -> dict[str, Any] | None:
     number = np.histogram(begun, edges, weights=weights)[0]
     parts = {}
     for name in PARTS:
-        values = np.array([_part(step, name) for step in rest])
+        if name == "transfer":
+            seconds = [max(0.0, step.communication - step.waiting) for step in rest]
+        else:
+            seconds = [getattr(step, name) for step in rest]
+        values = np.array(seconds, float)
         sums = np.histogram(begun, edges, weights=values * weights)[0]
         parts[name] = (sums / np.maximum(number, 1)).tolist()
     return {"edges": edges.tolist(), "parts": parts}
-
-
-def _part(step: Step, name: str) -> float:
-    if name == "transfer":
-        return max(0.0, step.communication - step.waiting)
-    return float(getattr(step, name))
 
 
 def scaling(statuses: Sequence[Status]) -> tuple[list[int], list[float], list[float]]:

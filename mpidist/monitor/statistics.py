@@ -32,6 +32,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpidist.util import logs
+from mpidist.util.available_memory import available_cores
 from mpidist.util.durations import bucket_seconds, duration
 from mpidist.util.settings import BANNER, decimal
 
@@ -70,13 +71,13 @@ def statistics(group: ReplicaGroup) -> dict[str, Any]:
 
 
 def _describe(counters: Counters, rank: int, ranks: int) -> dict[str, Any]:
-    found = counters.snapshot()
-    steps = found["steps"]
+    counts = counters.snapshot()
+    steps = counts["steps"]
     if steps > 1:
-        begin, end = found["first_mark"], found["last_mark"]
+        begin, end = counts["first_mark"], counts["last_mark"]
     else:
-        end = found["totals"]
-        begin = (end[0] - found["seconds_ns"], 0, 0, 0, 0)
+        end = counts["totals"]
+        begin = (end[0] - counts["seconds_ns"], 0, 0, 0, 0)
     took, reading, communication, waiting, saving = (
         max(0, b - a) / 1e9 for a, b in zip(begin, end)
     )
@@ -92,21 +93,21 @@ def _describe(counters: Counters, rank: int, ranks: int) -> dict[str, Any]:
         "host": socket.gethostname(),
         "epochs": counters.epochs,
         "has_cache": counters.has_cache,
-        "seconds": found["seconds_ns"] / 1e9,
+        "seconds": counts["seconds_ns"] / 1e9,
         "steps": steps,
-        "first_step_seconds": found["first_ns"] / 1e9,
+        "first_step_seconds": counts["first_ns"] / 1e9,
         "step_seconds": {
             "mean": took / (steps - 1) if steps > 1 else 0.0,
-            "min": found["least_ns"] / 1e9,
-            "max": found["most_ns"] / 1e9,
+            "min": counts["least_ns"] / 1e9,
+            "max": counts["most_ns"] / 1e9,
         },
         "step_histogram": [
-            [*bucket_seconds(bucket), count] for bucket, count in found["histogram"]
+            [*bucket_seconds(bucket), count] for bucket, count in counts["histogram"]
         ],
         "measured_seconds": took,
         "parts": parts,
         "waiting_seconds": waiting,
-        "waiting_for": {str(rank): ns / 1e9 for rank, ns in found["waiting_for"]},
+        "waiting_for": {str(rank): ns / 1e9 for rank, ns in counts["waiting_for"]},
         "operations": {
             name: {
                 "calls": calls,
@@ -114,61 +115,61 @@ def _describe(counters: Counters, rank: int, ranks: int) -> dict[str, Any]:
                 "waiting_seconds": waited / 1e9,
                 "bytes": transports,
             }
-            for name, calls, spent, waited, transports in found["operations"]
+            for name, calls, spent, waited, transports in counts["operations"]
         },
     }
 
 
-def work_seconds(found: Mapping[str, Any]) -> float:
+def work_seconds(stats: Mapping[str, Any]) -> float:
     """Return the time in which a rank did its own work."""
-    return float(found["parts"]["compute"] + found["parts"]["input"])
+    return float(stats["parts"]["compute"] + stats["parts"]["input"])
 
 
-def as_text(found: Mapping[str, Any], works: Sequence[float] = ()) -> str:
+def as_text(stats: Mapping[str, Any], works: Sequence[float] = ()) -> str:
     """Return one line: "step 3.1 ms: 71 % compute, 18 % communication, ...".
 
     Args:
-      found: the statistics of a rank.
+      stats: the statistics of a rank.
       works: `work_seconds` of all ranks, by rank; empty if not known.
     """
-    took = found["measured_seconds"]
-    if found["steps"] > 1:
-        text = f"step {duration(found['step_seconds']['mean'])}"
+    took = stats["measured_seconds"]
+    if stats["steps"] > 1:
+        text = f"step {duration(stats['step_seconds']['mean'])}"
     else:
         text = duration(took)
-    parts = {name: s / took for name, s in found["parts"].items()} if took else {}
+    parts = {name: s / took for name, s in stats["parts"].items()} if took else {}
     shares = []
     for name, share in sorted(parts.items(), key=lambda item: -item[1]):
         if share >= 0.005 or name == "compute":
-            waits = _waits_text(found, works) if name == "communication" else ""
+            waits = _waits_text(stats, works) if name == "communication" else ""
             shares.append(f"{share:.0%} {name}{waits}".replace("%", " %"))
     return f"{text}: {', '.join(shares)}"
 
 
-def _waits_text(found: Mapping[str, Any], works: Sequence[float]) -> str:
-    share = found["waiting_seconds"] / found["measured_seconds"]
+def _waits_text(stats: Mapping[str, Any], works: Sequence[float]) -> str:
+    share = stats["waiting_seconds"] / stats["measured_seconds"]
     if share < 0.005:
         return ""
-    slow = slowest(found, works)
+    slow = slowest(stats, works)
     text = "" if slow is None else f", mostly for rank {slow}"
     return f" ({share:.0%} waiting{text})"
 
 
-def slowest(found: Mapping[str, Any], works: Sequence[float] = ()) -> int | None:
+def slowest(stats: Mapping[str, Any], works: Sequence[float] = ()) -> int | None:
     """Return the rank for which this one mostly waited, if there is one.
 
     Args:
-      found: the statistics of this rank.
+      stats: the statistics of this rank.
       works: see `as_text`. Without them, the other one of two ranks always stands out.
     """
-    by_rank = {int(rank): s for rank, s in found["waiting_for"].items()}
-    total, others = sum(by_rank.values()), found["ranks"] - 1
-    if not by_rank or found["waiting_seconds"] < (
-        _LEAST_WAITING * found["measured_seconds"]
+    by_rank = {int(rank): s for rank, s in stats["waiting_for"].items()}
+    total, others = sum(by_rank.values()), stats["ranks"] - 1
+    if not by_rank or stats["waiting_seconds"] < (
+        _LEAST_WAITING * stats["measured_seconds"]
     ):
         return None
     rank = max(by_rank, key=lambda rank: by_rank[rank])
-    if works and works[rank] < _MORE_WORK * work_seconds(found):
+    if works and works[rank] < _MORE_WORK * work_seconds(stats):
         return None
     is_most = by_rank[rank] > total / 2
     return (
@@ -179,7 +180,7 @@ def slowest(found: Mapping[str, Any], works: Sequence[float] = ()) -> int | None
 
 
 def advice(
-    found: Mapping[str, Any],
+    stats: Mapping[str, Any],
     sharing: int = 0,
     threads: int = 1,
     cores: int = 1,
@@ -188,25 +189,25 @@ def advice(
     """Return advice on how to make a job faster, from one rank's statistics.
 
     Args:
-      found: the statistics.
+      stats: the statistics.
       sharing: the number of ranks that share its cores; 0 if unknown.
       threads: the number of computing threads of each of them.
       cores: the number of cores that they share.
       works: see `as_text`.
     """
     lines: list[str] = []
-    ranks, took = found["ranks"], found["measured_seconds"]
-    if found["steps"] < 2 or not took:
+    ranks, took = stats["ranks"], stats["measured_seconds"]
+    if stats["steps"] < 2 or not took:
         return lines
-    parts = found["parts"]
-    is_even = slowest(found, works) is None
+    parts = stats["parts"]
+    is_even = slowest(stats, works) is None
     # If one rank is slow, the numbers of this one are not typical
     if ranks > 1 and (works or is_even):
-        own = work_seconds(found)
+        own = work_seconds(stats)
         alone = sum(works) if works else own * ranks
-        moving = parts["communication"] - found["waiting_seconds"]
+        moving = parts["communication"] - stats["waiting_seconds"]
         if alone + parts["checkpoint"] < took:
-            alone /= found["steps"] - 1
+            alone /= stats["steps"] - 1
             lines.append(
                 f"on one rank a step would take about {duration(alone)}: it is too "
                 "small to gain from more ranks; use larger batches"
@@ -218,7 +219,7 @@ def advice(
             )
     if parts["input"] > 0.15 * took:
         text = "input is too slow: use more threads with map(..., num_parallel_calls=n)"
-        if found["epochs"] > 1 and not found["has_cache"]:
+        if stats["epochs"] > 1 and not stats["has_cache"]:
             text = (
                 "the same rows are read and decoded in each epoch: use Dataset.cache() "
             )
@@ -238,7 +239,7 @@ def shared_cores(ranks_on_node: int) -> tuple[int, int, int]:
 
     The first is 1 for a rank that is bound to its own cores.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    cores = len(available_cores())
     sharing = ranks_on_node if cores == os.cpu_count() else 1
     named = os.environ.get("OMP_NUM_THREADS") or os.environ.get("OPENBLAS_NUM_THREADS")
     threads = decimal((named or "").partition(",")[0].strip()) or cores
@@ -277,12 +278,13 @@ def report() -> None:
     works: dict[int, list[float]] = {}
     for consensus in list(Consensus.in_use):
         if consensus.broken is None and not consensus.failures.ranks:
-            counters, call = consensus.recorder.counters, "the end of the program"
-            # An error of one rank must not let the others wait
-            work = consensus.guard(
-                call, lambda c=counters: work_seconds(_describe(c, 0, 1))
-            )
-            works[id(counters)] = consensus.gather(call, work)
+            counters = consensus.recorder.counters
+
+            def work(counters: Counters = counters) -> float:
+                return work_seconds(_describe(counters, 0, 1))
+
+            every = consensus.gather_objects("the end of the program", work)
+            works[id(counters)] = every
     if _first is None or _first.rank or _first.ranks == 1:
         return
     if BANNER.read_or_default():
@@ -290,9 +292,9 @@ def report() -> None:
 
 
 def _print(first: _First, works: Sequence[float]) -> None:
-    found = _describe(first.counters, 0, first.ranks)
-    is_long = found["measured_seconds"] >= _LEAST_SECONDS
-    if is_long and found["steps"] >= _LEAST_STEPS:
-        lines = [f"mpidist: {as_text(found, works)}"]
-        lines += advice(found, *shared_cores(first.ranks_on_node), works)
+    stats = _describe(first.counters, 0, first.ranks)
+    is_long = stats["measured_seconds"] >= _LEAST_SECONDS
+    if is_long and stats["steps"] >= _LEAST_STEPS:
+        lines = [f"mpidist: {as_text(stats, works)}"]
+        lines += advice(stats, *shared_cores(first.ranks_on_node), works)
         logs.info("monitor", "\nmpidist: ".join(lines))

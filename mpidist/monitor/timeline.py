@@ -24,7 +24,6 @@ from mpi4py import MPI
 
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.pending import Pending
-from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.consensus.tags import Tag
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.monitor.statistics import statistics
@@ -285,8 +284,8 @@ def compare_clocks(consensus: Consensus) -> ClockSample:
     """
     if consensus.size == 1:
         return ClockSample(_now(), 0, 0)
-    with consensus.lock:
-        consensus.require_same(CallSignature(_CLOCK_CALL))
+    with consensus.call(_CLOCK_CALL) as call:
+        call.agree()
         with Pending(_CLOCK_CALL, consensus.comm):
             return _exchange(consensus)
 
@@ -320,8 +319,9 @@ def _exchange(consensus: Consensus) -> ClockSample:
 @contextlib.contextmanager
 def timeline(group: ReplicaGroup, folder: Any) -> Iterator[None]:
     """See `Strategy.timeline`. Collective."""
-    path = group.consensus.guard(_CALL, lambda: validation.path("folder", folder))
-    group.consensus.require_same(CallSignature(_CALL, (("folder", path),)))
+    path = group.consensus.run(
+        _CALL, validation.path, "folder", folder, same=lambda path: [("folder", path)]
+    )
     made = _start(group, Path(path))
     try:
         yield
@@ -330,7 +330,7 @@ def timeline(group: ReplicaGroup, folder: Any) -> Iterator[None]:
             made.end()
         raise
     if made is not None and group.timeline is made:
-        group.consensus.require_same(CallSignature(f"the end of {_CALL}"))
+        group.consensus.require_same(f"the end of {_CALL}")
         made.stop()
 
 
@@ -340,7 +340,7 @@ def _start(
     """Start a timeline unless some rank has one. Collective."""
     global _current
     has_one = _current is not None and not _current.has_ended
-    if any(group.consensus.gather(_CALL, has_one)):
+    if any(group.consensus.gather_objects(_CALL, lambda: has_one)):
         if group.replica_id == 0 and is_asked_for:
             warn(
                 "a timeline is running already; it continues and the new one is ignored"

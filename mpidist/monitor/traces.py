@@ -366,14 +366,14 @@ class RankTrace(NamedTuple):
 
     def steps(self) -> list[Step]:
         """Return the recorded steps."""
-        found = []
+        steps = []
         for event in self.events(b'"step"'):
             if event["ph"] == "X" and event.get("cat") == "step":
                 args = _conform(self.path, event.get("args"), _STEP)
                 parts = [args[name] / 1e6 for name in Step._fields[4:]]
                 when, took = event["ts"] / 1e6, event["dur"] / 1e6
-                found.append(Step(args["step"], when, took, args["one_of"], *parts))
-        return found
+                steps.append(Step(args["step"], when, took, args["one_of"], *parts))
+        return steps
 
     @property
     def clock_error_us(self) -> float:
@@ -392,17 +392,17 @@ def read_traces(folder: Path) -> list[RankTrace]:
     Raises:
       DataError: the folder has no timeline, or it cannot be read.
     """
-    found = []
+    traces = []
     for path in sorted(folder.glob("timeline-*.json.gz")):
         trace = _read_trace(path)
         if trace is not None:
-            found.append(trace)
-    if not found:
+            traces.append(trace)
+    if not traces:
         raise DataError(
             f"{folder} has no timeline; run the job with MPIDIST_TIMELINE={folder}"
         )
-    last = max(found, key=lambda trace: trace.about["began"]).about["job"]
-    return [trace for trace in found if trace.about["job"] == last]
+    last = max(traces, key=lambda trace: trace.about["began"]).about["job"]
+    return [trace for trace in traces if trace.about["job"] == last]
 
 
 def _read_trace(path: Path) -> RankTrace | None:
@@ -418,9 +418,9 @@ def _read_trace(path: Path) -> RankTrace | None:
             elif event["name"] == "mpidist_end":
                 end = _conform(path, args, {"one_of_steps": COUNT, "dropped": COUNT})
         elif event["name"] == "clock" and "ts" in event:
-            found = _conform(path, args, _CLOCK)
+            sample = _conform(path, args, _CLOCK)
             when = round(1e3 * event["ts"])
-            clock.append(ClockSample(when, found["offset_ns"], found["error_ns"]))
+            clock.append(ClockSample(when, sample["offset_ns"], sample["error_ns"]))
     return RankTrace(rank, about, sorted(clock), end, path) if about else None
 
 
@@ -495,12 +495,12 @@ def read_statuses(folder: Path) -> list[dict[str, Any]]:
       DataError: a file with the name of one is damaged, or of something else.
     """
     read = map(_read_status, sorted(folder.glob("status-*.json")))
-    found = [status for status in read if status is not None]
-    if not found:
+    statuses = [status for status in read if status is not None]
+    if not statuses:
         return []
-    job = max(found, key=lambda one: one["began"])["job"]
-    by_rank = {one["rank"]: one for one in found if one["job"] == job}
-    if len(by_rank) < sum(one["job"] == job for one in found):
+    job = max(statuses, key=lambda one: one["began"])["job"]
+    by_rank = {one["rank"]: one for one in statuses if one["job"] == job}
+    if len(by_rank) < sum(one["job"] == job for one in statuses):
         raise DataError(f"{folder} has two statuses of one rank")
     return [by_rank[rank] for rank in sorted(by_rank)]
 
@@ -508,10 +508,10 @@ def read_statuses(folder: Path) -> list[dict[str, Any]]:
 def _read_status(path: Path) -> dict[str, Any] | None:
     """Return the content of a file; None if it has gone, or is not of a timeline."""
     try:
-        found = json.loads(read_regular(path))
-        if type(found) is not dict or not {"began", "job", "rank"} <= found.keys():
+        content = json.loads(read_regular(path))
+        if type(content) is not dict or not {"began", "job", "rank"} <= content.keys():
             return None
-        status: dict[str, Any] = conform(found, _STATUS)
+        status: dict[str, Any] = conform(content, _STATUS)
         for rank in [str(status["rank"]), *status["waiting_for"]]:
             if (number := decimal(rank)) is None or number >= status["ranks"]:
                 raise ValueError(f"there is no rank {rank}")

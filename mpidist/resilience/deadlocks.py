@@ -136,7 +136,8 @@ class DeadlockDetector:
             return
         call = consensus, wait.step.call
         due = former.get(call, entry.begun + _FIRST_SECONDS)
-        if now >= due and _is_first(consensus.rank, wait.missing):
+        is_first = all(rank in wait.missing for rank in range(consensus.rank))
+        if now >= due and is_first:  # of those that have arrived
             _send(consensus, wait, [])
             due = now + max(_FIRST_SECONDS, (now - entry.begun) / _AGAIN_PART)
         self._due[call] = due
@@ -150,11 +151,6 @@ class DeadlockDetector:
                 _compare(consensus, message)
             else:
                 _answer(consensus, message)
-
-
-def _is_first(rank: int, missing: list[int]) -> bool:
-    """Return whether a rank is the first of those that have arrived."""
-    return all(lower in missing for lower in range(rank))
 
 
 def _answer(consensus: Consensus, probe: _Probe) -> None:

@@ -21,7 +21,6 @@ from mpi4py import MPI
 from mpidist.comm.consensus import process_monitor
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.failures import FailureDetector, has_failed_ranks
-from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.context import default_strategy, explain
 from mpidist.device.binding import current_gpu, use_gpu
@@ -134,7 +133,7 @@ def _leave(has_handled_errors: bool = False) -> None:
 
 def _leave_together(consensus: Consensus, may_be_broken: bool) -> None:
     try:
-        consensus.require_same(CallSignature("the end of the program"))
+        consensus.require_same("the end of the program")
     except CollectiveError as error:
         is_broken = type(error) is CollectiveError and consensus.broken is not None
         if not (may_be_broken and is_broken):
@@ -221,22 +220,14 @@ def _report(text: str, is_others: bool) -> NoReturn:
     if isinstance(sys.stderr, io.StringIO):
         # The hook of torch.distributed would print it when this function returns
         sys.stderr = sys.__stderr__
-    _write(_head() + text.removesuffix("\n"))
+    with contextlib.suppress(Exception):  # a replaced stream may raise anything
+        sys.stdout.flush()
+    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    head = f"mpidist: rank {rank} of {size} failed; the job ends\n"
+    logs.report("resilience", head + text.removesuffix("\n"))
     time.sleep(_REPORT_SECONDS)
     del claim  # held until now
     abort_job()
-
-
-def _head() -> str:
-    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-    return f"mpidist: rank {rank} of {size} failed; the job ends\n"
-
-
-def _write(text: str) -> None:
-    """Write to stderr, after what was written to stdout."""
-    with contextlib.suppress(Exception):  # a replaced stream may raise anything
-        sys.stdout.flush()
-    logs.report("resilience", text)
 
 
 def _in_job() -> bool:

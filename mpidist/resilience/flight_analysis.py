@@ -102,12 +102,9 @@ def read_flights(paths: Sequence[Path]) -> list[Flight]:
     """
     files = [f for path in paths for f in _files_of(path)]
     if not files:
-        raise DataError(f"there is no flight recorder dump in {_list(paths)}")
+        places = ", ".join(map(str, paths))
+        raise DataError(f"there is no flight recorder dump in {places}")
     return [_read(path) for path in files]
-
-
-def _list(paths: Sequence[Path]) -> str:
-    return ", ".join(map(str, paths))
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -183,7 +180,7 @@ def _compare_channel(flights: Sequence[Flight]) -> tuple[list[str], bool]:
         having = [flight for flight in flights if number in flight.calls]
         if len({flight.key(number) for flight in having}) > 1:
             lines.append(f"call {number} is the first that differs:")
-            lines += [f"  {_said(flight, number)}" for flight in having]
+            lines += [f"  rank {f.rank}: {f.text(number)}" for f in having]
             return lines, False
     return [*lines, *_ends(flights, numbers)], not absent and _is_even(flights)
 
@@ -191,17 +188,7 @@ def _compare_channel(flights: Sequence[Flight]) -> tuple[list[str], bool]:
 def _is_even(flights: Sequence[Flight]) -> bool:
     """Return whether the last call is the same on all ranks and ended."""
     ends = {max(flight.calls, default=0) for flight in flights}
-    return len(ends) == 1 and not any(map(_open_call, flights))
-
-
-def _open_call(flight: Flight) -> int | None:
-    """Return the number of the last call if it did not end."""
-    last = max(flight.calls, default=None)
-    return last if last is not None and not flight.calls[last].ended else None
-
-
-def _said(flight: Flight, number: int) -> str:
-    return f"rank {flight.rank}: {flight.text(number)}"
+    return len(ends) == 1 and all(f.calls[n].ended for f in flights for n in ends if n)
 
 
 def _ends(flights: Sequence[Flight], numbers: Sequence[int]) -> Iterator[str]:

@@ -141,7 +141,7 @@ class PreemptionCheckpointHandler:
         if termination_config is not None:
             self._config = termination_config
         self._group = checkpoint.strategy.extended
-        self._group.consensus.guard(_CALL, self._check)
+        self._group.consensus.run(_CALL, self._check)
         self._checkpoint = checkpoint
         self._former: dict[int, Any] = {}
         self._asked_at: float | None = None
@@ -271,7 +271,7 @@ class PreemptionCheckpointHandler:
         if left >= self._durations.needed():
             return
         self._log_end(left, is_asked)
-        self._group.consensus.run_in_scope(_CALL, lambda: self._save(*args, **kwargs))
+        self._group.consensus.run(_CALL, lambda: self._save(*args, **kwargs))
         if self._config.exit_fn is None:
             # A late signal must not end this rank differently while it exits
             for number in self._former:

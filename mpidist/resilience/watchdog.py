@@ -253,7 +253,9 @@ def end_job(text: str) -> None:
     _say(text)
     if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
         # Abort itself may hang
-        threading.Thread(target=_exit_later, daemon=True).start()
+        timer = threading.Timer(_ABORT_SECONDS, os._exit, [1])
+        timer.daemon = True
+        timer.start()
         abort_job()
     os._exit(1)
 
@@ -262,11 +264,6 @@ def abort_job() -> NoReturn:
     """End all ranks of the job. MPICH under srun informs srun, and returns from it."""
     if not is_last():
         MPI.COMM_WORLD.Abort(1)
-    os._exit(1)
-
-
-def _exit_later() -> None:
-    time.sleep(_ABORT_SECONDS)
     os._exit(1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -311,17 +311,18 @@ def describe(strategy: Strategy, rows: Any, ddof: int = 0) -> Description:
       >>> print(mpidist.statistics.describe(strategy, np.array([1.0, 3.0])).mean)
       2.0
     """
-    guard = strategy.extended.consensus.guard
-    moments = guard("statistics_of", lambda: Moments(ddof, strategy))
 
-    def add(batch: Any) -> None:
-        guard("statistics_of", lambda: moments.update_state(select_replica(batch)))
+    def add_all() -> Moments:
+        moments = Moments(ddof, strategy)
+        batches: Iterable[Any] = [rows]
+        if isinstance(rows, DistributedDataset):
+            require_end(rows.cardinality, "statistics_of")
+            batches = rows
+        for batch in batches:
+            moments.update_state(select_replica(batch))
+        return moments
 
-    if isinstance(rows, DistributedDataset):
-        require_end(rows.cardinality, "statistics_of")
-        for batch in rows:
-            add(batch)
-    else:
-        add(rows)
-    result: Description = moments.result()
+    result: Description = strategy.extended.consensus.run(
+        "statistics_of", lambda: add_all().result()
+    )
     return result

@@ -126,7 +126,6 @@ class Quantiles(Statistic):
           ArgumentError: a q that is not between 0 and 1.
           MismatchError: see `Statistic.result`.
         """
-        guard = self.distribute_strategy.extended.consensus.guard
 
         def check() -> Any:
             try:
@@ -138,7 +137,8 @@ class Quantiles(Statistic):
                 raise ArgumentError(f"q must be between 0 and 1, not {what}")
             return wanted
 
-        wanted = guard("Quantiles.result", check)
+        consensus = self.distribute_strategy.extended.consensus
+        wanted = consensus.run("Quantiles.result", check)
         whole = self._of_all_ranks()
         sketch = whole._describe()
         found = [whole._quantile(sketch, one) for one in wanted.ravel().tolist()]

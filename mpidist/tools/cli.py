@@ -474,8 +474,8 @@ def _config(args: argparse.Namespace) -> int:
     Exit status: 0; 1 if a variable is unknown or invalid, so that creating a
     strategy would fail; 2 if the arguments are invalid.
     """
+    from mpidist.launch.launchers import is_silent
     from mpidist.tools.config import as_text, make_rows, manual_page
-    from mpidist.tools.doctor.checks import is_silent
 
     if args.markdown:
         print(manual_page(), end="")

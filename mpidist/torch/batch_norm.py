@@ -12,13 +12,12 @@ from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpidist.strategy.mirrored_strategy import MirroredStrategy
 from mpidist.strategy.strategy import Strategy
 from mpidist.torch import devices
-from mpidist.torch.c10d import keep_untraced
+from mpidist.torch.compat import BatchNorm, keep_untraced
 from mpidist.util import validation
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "find_strategy"]
 
 _CALL = "SyncBatchNorm"
-_BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 _CONVERTED = (
     torch.nn.BatchNorm1d,
     torch.nn.BatchNorm2d,
@@ -53,7 +52,7 @@ class _Ranks:
         )
 
 
-class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """BatchNorm with means and variances over the rows of all ranks.
 
     Ranks may have different numbers of rows, or none. With `DistributedDataParallel`,
@@ -136,30 +135,32 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, given: Any, weight: Any, bias: Any, eps: float, group: Any
+        context: Any, rows: Any, weight: Any, bias: Any, eps: float, group: Any
     ) -> Any:
-        wide = given.to(torch.promote_types(given.dtype, torch.float32))
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
         axes = [i for i in range(wide.dim()) if i != 1]
         channels = wide.shape[1]
         count = wide.numel() // max(channels, 1)
-        own = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=given.device)
-        own[0] = count
+        # What the ranks exchange, in one array: number of values, means, variances. Not
+        # sums of squares, whose difference would lose the digits of large means
+        summary = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=rows.device)
+        summary[0] = count
         if count:
             variance, mean = torch.var_mean(wide, axes, correction=0)
-            own[1 : 1 + channels], own[1 + channels :] = mean, variance
-        with devices.on_stream_of(given):
-            array = devices.as_array(own[None])
-            gathered = group.collectives.all_gather(_CALL, array, axis=0)
-            every = devices.as_tensor(gathered)
-        counts = every[:, 0:1]
+            summary[1 : 1 + channels], summary[1 + channels :] = mean, variance
+        with devices.on_stream_of(rows):
+            summaries = group.collectives.all_gather(_CALL, summary[None], axis=0)
+        # Combine them: the total variance is the mean variance of the ranks, and the
+        # variance of their means
+        counts = summaries[:, 0:1]
         total = counts.sum()
         with group.consensus.same_on_all():
             if total < 2:
                 raise ArgumentError(
                     f"{_CALL} needs more than 1 value per channel on all ranks "
-                    f"together, not an input of {tuple(given.shape)}"
+                    f"together, not an input of {tuple(rows.shape)}"
                 )
-        means, variances = every[:, 1 : 1 + channels], every[:, 1 + channels :]
+        means, variances = summaries[:, 1 : 1 + channels], summaries[:, 1 + channels :]
         mean = (counts * means).sum(0) / total
         spread = variances + (means - mean) ** 2
         variance = (counts * spread).sum(0) / total
@@ -169,13 +170,14 @@ class _Normalise(torch.autograd.Function):
         context.save_for_backward(normal, weight, scale)
         context.group, context.axes, context.shape = group, axes, shape
         context.total = float(total)
-        context.dtype, context.trainer = given.dtype, threading.get_ident()
+        context.dtype, context.trainer = rows.dtype, threading.get_ident()
         output = normal
         if weight is not None:
             output = normal * weight.view(shape) + bias.view(shape)
         context.mark_non_differentiable(mean, variance, total)
+        # `normal` is saved for the backward pass, and users may change the output
         output = output.clone() if output is normal else output
-        return output.to(given.dtype), mean, variance, total
+        return output.to(rows.dtype), mean, variance, total
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
@@ -185,27 +187,23 @@ class _Normalise(torch.autograd.Function):
         wide = gradient.to(normal.dtype)
         sums = torch.stack([wide.sum(axes), (wide * normal).sum(axes)])
         # DistributedDataParallel has weighed each rank's gradients already
-        wider = sums.double()
-        call = f"the backward pass of {_CALL}"
+        call, wide_sums = f"the backward pass of {_CALL}", sums.double()
         with (
             devices.as_trainer(group, gradient, context.trainer, _CALL),
             devices.on_stream_of(gradient),
         ):
-            array = devices.as_array(wider)
-            everyone = devices.as_tensor(
-                group.collectives.all_reduce(call, "SUM", array)
-            )
-        found = None
+            totals = group.collectives.all_reduce(call, "SUM", wide_sums)
+        by_input = None
         if context.needs_input_grad[0]:
-            means = everyone / context.total
+            means = totals / context.total
             first, second = (m.to(wide.dtype).view(shape) for m in means)
             factor = scale if weight is None else scale * weight.to(scale.dtype)
-            found = (wide - first - normal * second) * factor.view(shape)
-            found = found.to(context.dtype)
+            by_input = (wide - first - normal * second) * factor.view(shape)
+            by_input = by_input.to(context.dtype)
         if weight is None:
-            return found, None, None, None, None
+            return by_input, None, None, None, None
         by_bias, by_weight = sums.to(weight.dtype)
-        return found, by_weight, by_bias, None, None
+        return by_input, by_weight, by_bias, None, None
 
 
 def convert_sync_batchnorm(module: Any, strategy: Strategy | None = None) -> Any:
@@ -233,7 +231,7 @@ def convert_sync_batchnorm(module: Any, strategy: Strategy | None = None) -> Any
             f"module must be a torch.nn.Module, not {validation.shown(module)}"
         )
     ranks = _Ranks(find_strategy(strategy))
-    layers = [m for m in module.modules() if isinstance(m, _BatchNorm)]
+    layers = [m for m in module.modules() if isinstance(m, BatchNorm)]
     for layer in layers:
         if not isinstance(layer, SyncBatchNorm) and type(layer) not in _CONVERTED:
             raise UnsupportedError(

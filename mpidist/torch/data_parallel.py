@@ -22,9 +22,8 @@ from mpidist.errors import (
     UnsupportedError,
 )
 from mpidist.strategy.strategy import Strategy
-from mpidist.torch import devices, weights
+from mpidist.torch import compat, devices, weights
 from mpidist.torch.batch_norm import find_strategy
-from mpidist.torch.c10d import keep_untraced
 from mpidist.torch.process_group import group_of
 from mpidist.util import logs, nest, validation
 
@@ -52,7 +51,7 @@ class _Structure:
     def __init__(self, module: torch.nn.Module):
         parameters = list(module.parameters())
         self.trained = [id(p) for p in parameters if p.requires_grad]
-        tables = [t for m in module.modules() for t in (m._parameters, m._modules)]
+        tables = [t for m in module.modules() for t in compat.tables_of(m)]
         self._sizes = [(table, len(table)) for table in tables]
         self._places = [(table, *item) for table in tables for item in table.items()]
         self._flags = [(p, p.requires_grad) for p in parameters]
@@ -144,18 +143,23 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         **arguments: Any,
     ):
         theirs = [n for n in _OF_GROUPS if arguments.get(n) is not None]
-        is_ours = strategy is not None or not (theirs or _is_of_torch())
+        is_ready = torch.distributed.is_initialized() and not has_strategy()
+        is_ours = strategy is not None or not (theirs or is_ready)
         strategy = find_strategy(strategy) if is_ours else None
         check = functools.partial(_check, module, rows, reduction, arguments)
         if strategy is None:
             check("")
         else:
             group = strategy.extended
-            group.consensus.guard(CALL, check, group.device)
             settings = {"reduction": reduction, "rows": rows == "equal", **arguments}
-            _require_alike(group.consensus, module, settings)
+
+            def describe() -> CallSignature:
+                check(group.device)
+                return _describe(module, settings)
+
+            group.consensus.run(CALL, describe, same=lambda described: described)
             arguments["process_group"] = group_of(strategy)
-        keep_untraced()
+        compat.keep_untraced()
         super().__init__(module, **arguments)
         self._strategy, self._rows = strategy, rows
         self._number = _models[self.process_group.group_name]
@@ -182,11 +186,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if not torch.is_grad_enabled():
             return super().forward(*inputs, **kwargs)
         self._require_unchanged()
-        if torch._C._are_functorch_transforms_active():  # of this rank's outputs
+        if compat.are_transforms_active():  # of this rank's outputs
             return super().forward(*inputs, **kwargs)
-        given = list(weights.tensors_in((inputs, kwargs)))
-        passing = self._new_pass(given, inputs, kwargs)
-        if leaving := _with_gradients(given):
+        tensors = list(weights.tensors_in((inputs, kwargs)))
+        passing = self._new_pass(tensors, inputs, kwargs)
+        if leaving := _with_gradients(tensors):
             new = weights.Weighed.apply(passing.leave, *leaving.values())
             replaced = dict(zip(leaving, new))
             inputs, kwargs = weights.replace_tensors((inputs, kwargs), replaced)
@@ -213,7 +217,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             )
         self._passes.structure = structure
 
-    def _new_pass(self, given: list[Any], inputs: Any, kwargs: Any) -> weights.Pass:
+    def _new_pass(self, tensors: list[Any], inputs: Any, kwargs: Any) -> weights.Pass:
         is_synced = self.require_backward_grad_sync
         self._passes.accumulates = not is_synced
         self._passes.expects |= is_synced
@@ -221,11 +225,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if rows is None and callable(self._rows):
             rows = _number_of_rows(self._rows(*inputs, **kwargs))
         if rows is None and self._weight is None:
-            rows = weights.batch_rows(given)
+            rows = weights.batch_rows(tensors)
         passing = weights.Pass(self._begin_backward, is_synced, rows)
         self._passes.newest = weakref.ref(passing)
         if self._weight is None and rows is None:
-            passing.shapes += [len(tensor) for tensor in given if tensor.dim()]
+            passing.shapes += [len(tensor) for tensor in tensors if tensor.dim()]
         return passing
 
     def _weighed(self, passing: weights.Pass, output: Any) -> Any:
@@ -247,36 +251,34 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     def _begin_backward(self, passing: weights.Pass) -> float:
         """Return the weight of a backward pass that has reached outputs. Collective."""
-        task = weights.current_task()
+        task = compat.current_task()
         if passing.is_synced and not self._passes.expects and self._passes.task != task:
             # A second backward pass for one forward pass: do what that does
-            self.reducer._rebuild_buckets()
-            self.reducer.prepare_for_backward(passing.outputs)
+            compat.prepare_backward(self, passing.outputs)
             self._passes.expects = True
         self._passes.task = task
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+        compat.queue_callback(self._end_pass)
         if self._weight is not None:
             return self._weight
-        is_of_present = self._join_config.enable and not (
-            self._divide_by_initial_world_size
-        )
-        found = weights.exchange_rows(
-            *(self.process_group, passing.rows, passing.shapes, is_of_present),
+        weight = weights.exchange_rows(
+            self.process_group,
+            passing.rows,
+            passing.shapes,
+            compat.is_mean_of_present(self),
             self._number,
         )
-        if found is None and not self._passes.is_said:
+        if weight is None and not self._passes.is_said:
             self._passes.is_said = True
             logs.info(
                 "torch", f"{CALL} weighs all ranks the same, as rows are not stated"
             )
-        return 1.0 if found is None else found
+        return 1.0 if weight is None else weight
 
     def _end_pass(self) -> None:
         if self._passes.gradient_task == self._passes.task and self._passes.expects:
             self._passes.expects = False
             # After PyTorch's own end of the pass
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._check_reducer_finalized)
+            compat.queue_callback(self._check_reducer_finalized)
 
     def set_rows(self, rows: float) -> None:
         """Set the number of rows in this step's mean loss.
@@ -302,10 +304,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     # What PyTorch's class calls
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:
-        found = super()._check_global_requires_backward_grad_sync(is_joined_rank)
+        is_needed = super()._check_global_requires_backward_grad_sync(is_joined_rank)
         if is_joined_rank and self._weight is None:
             weights.exchange_rows(self.process_group, weights.ENDED, model=self._number)
-        return found
+        return is_needed
 
     def _sync_buffers(self) -> None:
         self._assign_modules_buffers()  # some may have been replaced
@@ -321,10 +323,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         super().__setstate__(state)
         self._strategy = None
         self._watch_gradients()
-
-
-def _is_of_torch() -> bool:
-    return torch.distributed.is_initialized() and not has_strategy()
 
 
 def _with_gradients(tensors: list[Any]) -> dict[int, Any]:
@@ -345,7 +343,7 @@ def _on_gradient(reference: Any, name: str, parameter: Any) -> None:
     passes = reference()
     if passes is None:
         return
-    task = passes.gradient_task = weights.current_task()
+    task = passes.gradient_task = compat.current_task()
     if not passes.allow(task) and not any(p.allow(task) for p in _owners[parameter]):
         raise ContextError(
             f"{CALL}: a backward pass has reached {name}, but not by an output of the "
@@ -398,7 +396,7 @@ def _check_tensor(name: str, tensor: Any, device: str) -> None:
         )
     kind, _, index = device.partition(":")
     wanted, other = ("CPU:0", "cpu") if kind == "CPU" else (device, f"cuda:{index}")
-    if device and devices.place_of(tensor) != wanted:
+    if device and devices.device_name(tensor) != wanted:
         raise ArgumentError(
             f"{name} is on {tensor.device}, and this replica on {device}: call "
             f"model.to({other!r}) first, or choose the replica's device by "
@@ -423,15 +421,13 @@ def _check_layer(name: str, layer: Any, device: str) -> None:
 
 def _state(module: torch.nn.Module) -> dict[str, Any]:
     """Return parameters and buffers by name, but those that PyTorch's class ignores."""
-    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    ignored = compat.ignored_names(module)
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {name: tensor for name, tensor in state.items() if name not in ignored}
 
 
-def _require_alike(
-    consensus: Any, module: torch.nn.Module, settings: dict[str, Any]
-) -> None:
-    """Raise on all ranks unless their models are the same. Collective."""
+def _describe(module: torch.nn.Module, settings: dict[str, Any]) -> CallSignature:
+    """Return what must be equal on all ranks: a model, and simple settings."""
     state = _state(module)
     needs = {name for name, p in module.named_parameters() if p.requires_grad}
     described = tuple(
@@ -451,7 +447,7 @@ def _require_alike(
     names, spec = nest.flatten({name: name for name in state})
     by_name = dict(zip(state, described))
     leaves = tuple(by_name[name] for name in names)
-    consensus.require_same(CallSignature(CALL, options, spec, leaves))
+    return CallSignature(CALL, options, spec, leaves)
 
 
 def _shortened(names: str) -> str:

@@ -1,4 +1,4 @@
-"""Convert tensors to arrays that share their memory (CuPy's on a GPU), and back."""
+"""Tensors on GPUs: names of devices, and the order of streams and threads."""
 
 from __future__ import annotations
 
@@ -10,42 +10,16 @@ from typing import Any
 import torch
 
 from mpidist.comm.replica_group import ReplicaGroup
-from mpidist.device import arrays
 from mpidist.device.streams import external_stream
 from mpidist.errors import ContextError
 from mpidist.torch.weights import tensors_in
 
 __all__ = [
     "after_stream",
-    "as_array",
-    "as_tensor",
     "as_trainer",
-    "is_on_gpu",
+    "device_name",
     "on_stream_of",
-    "place_of",
 ]
-
-
-def is_on_gpu(tensor: Any) -> bool:
-    """Return whether a tensor is on a GPU."""
-    return bool(tensor.device.type == "cuda")
-
-
-def as_array(tensor: Any) -> Any:
-    """Return an array that shares a tensor's memory.
-
-    On a GPU, work queued on CuPy's current stream afterwards waits for the work queued
-    on PyTorch's current stream.
-    """
-    tensor = tensor.detach()
-    return arrays.to_array(tensor) if is_on_gpu(tensor) else tensor.numpy()
-
-
-def as_tensor(array: Any) -> Any:
-    """Return a tensor that shares an array's memory; see `as_array`."""
-    if arrays.is_device_array(array):
-        return torch.from_dlpack(array)
-    return torch.from_numpy(array)
 
 
 def on_stream_of(tensor: Any) -> contextlib.AbstractContextManager[Any]:
@@ -53,15 +27,15 @@ def on_stream_of(tensor: Any) -> contextlib.AbstractContextManager[Any]:
 
     So this library's work on the tensor is ordered with PyTorch's.
     """
-    if not is_on_gpu(tensor):
+    if not tensor.is_cuda:
         return contextlib.nullcontext()
     stream = torch.cuda.current_stream(tensor.device)
     return external_stream(stream.cuda_stream, tensor.device.index)
 
 
-def place_of(tensor: Any) -> str:
+def device_name(tensor: Any) -> str:
     """Return the name of a tensor's device, as of a replica: "GPU:0" or "CPU:0"."""
-    kind = "GPU" if is_on_gpu(tensor) else tensor.device.type.upper()
+    kind = "GPU" if tensor.is_cuda else tensor.device.type.upper()
     return f"{kind}:{tensor.device.index or 0}"
 
 
@@ -106,7 +80,7 @@ def as_trainer(
         cannot be used any more; other ranks get a CollectiveError.
     """
     lock = group.consensus.lock
-    if not is_on_gpu(tensor) or threading.get_ident() == trainer:
+    if not tensor.is_cuda or threading.get_ident() == trainer:
         return contextlib.nullcontext()
     if trainer != lock.creator:
         error = ContextError(

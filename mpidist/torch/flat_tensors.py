@@ -18,12 +18,11 @@ from mpidist.errors import (
     UnsupportedError,
 )
 from mpidist.options import ReduceOp
-from mpidist.torch import c10d
+from mpidist.torch import compat
 from mpidist.util.serialization import dtype_of
 
-__all__ = ["BITWISE", "FlatTensor", "Reduction", "concatenate"]
+__all__ = ["FlatTensor", "Reduction", "concatenate"]
 
-BITWISE = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
 _REDUCE_OPS = {
     "SUM": ReduceOp.SUM,
     "PREMUL_SUM": ReduceOp.SUM,
@@ -125,8 +124,8 @@ class Reduction(NamedTuple):
     def of(cls, opts: Any) -> Reduction:
         """Return the reduction of options, or of a `ReduceOp` itself."""
         op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
-        name = c10d.name_of(op)
-        return cls(name, op.__getstate__()[1] if name == "PREMUL_SUM" else None)
+        name = compat.name_of(op)
+        return cls(name, compat.factor_of(op) if name == "PREMUL_SUM" else None)
 
     def prepare(self, source: FlatTensor) -> tuple[ReduceOp, Any]:
         """Return this library's reduction, and the array to reduce.
@@ -151,21 +150,21 @@ class Reduction(NamedTuple):
         is_sum = self.name in ("SUM", "AVG", "PREMUL_SUM")
         return is_sum and source.tensor.dtype in _IN_PLACE_DTYPES
 
-    def finish(self, found: Any, ranks: int) -> Any:
+    def finish(self, sums: Any, ranks: int) -> Any:
         """Return what was reduced; for an average of integers, of their sum.
 
         It is rounded towards zero, as by NCCL.
         """
-        if self.name != "AVG" or found.dtype.kind not in "iu":
-            return found
-        quotient, rest = np.divmod(found, ranks)
-        return quotient + ((rest != 0) & (found < 0))
+        if self.name != "AVG" or sums.dtype.kind not in "iu":
+            return sums
+        # divmod rounds down: negative quotients with a rest are one too small
+        quotient, rest = np.divmod(sums, ranks)
+        return quotient + ((rest != 0) & (sums < 0))
 
-    def reserve(self, source: FlatTensor, ranks: int) -> Any:
-        """Return memory for the arrays of all ranks, for a bitwise reduction."""
+    def require_integers(self, source: FlatTensor) -> None:
+        """Raise a DTypeError if a tensor cannot be reduced bit by bit."""
         if source.array.dtype.kind not in "iu":
             raise DTypeError(f"{source.dtype} cannot be reduced by {self.name}")
-        return np.empty((ranks, source.size), source.array.dtype)
 
 
 def concatenate(tensors: Any) -> FlatTensor:

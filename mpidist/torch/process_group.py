@@ -27,14 +27,15 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
+from mpidist.comm.consensus.consensus import Call
 from mpidist.comm.consensus.pending import Pending
-from mpidist.comm.consensus.signatures import CallSignature, digest, skip_folder
+from mpidist.comm.consensus.signatures import CallSignature, skip_folder
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.errors import ArgumentError, ContextError, MismatchError
 from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpidist.strategy.strategy import Strategy
-from mpidist.torch import c10d, devices
-from mpidist.torch.flat_tensors import BITWISE, FlatTensor, Reduction, concatenate
+from mpidist.torch import compat, devices
+from mpidist.torch.flat_tensors import FlatTensor, Reduction, concatenate
 from mpidist.torch.shared_buckets import SharedBuckets
 from mpidist.torch.works import Executor, Message, Work
 
@@ -45,7 +46,8 @@ _BACKEND = "mpidist"
 _IN_PLACE_BYTES = 128 << 10
 # Elements of a bucket that takes less time than another thread needs to begin
 _FEW = _IN_PLACE_BYTES // 4
-_KEPT = 256  # works of one element
+_KEPT = 256  # works of one element, and kinds of calls
+_BITWISE = {"BAND": MPI.BAND, "BOR": MPI.BOR, "BXOR": MPI.BXOR}
 _ADDRESSES = (1 << 62) - 1
 _T = TypeVar("_T")
 _AUTO = CommunicationImplementation.AUTO
@@ -80,7 +82,6 @@ class Operations:
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
         self._group = ReplicaGroup(["CPU:0"], communicator=comm)
         self._consensus = self._group.consensus
-        self._guard = self._consensus.guard
         self._collectives = self._group.collectives
         self._transports = self._collectives.transports
         in_node = self._transports.intra_node
@@ -89,7 +90,10 @@ class Operations:
         self._buckets = SharedBuckets(self._group)
         self._executor = Executor(f"mpidist-process-group-{next(_numbers)}")
         self._timeout = timeout
-        self._seconds: float | None = None  # the timeout of the operation that runs
+        # The operation that runs, and its timeout; and all kinds that ran
+        self._call = self._consensus.call("")
+        self._seconds: float | None = None
+        self._calls: dict[Any, Call] = {}
         self._messages = comm.Dup()
         self._running: list[Message] = []  # whose memory MPI may still use
         self._group.closing.append(self._free)
@@ -132,7 +136,7 @@ class Operations:
         """Wait for this rank's operations, the last ones. Not collective."""
         self.finish()
         self._consensus.retire()
-        c10d.withdraw(self)
+        compat.withdraw(self)
 
     abort = shutdown
 
@@ -142,18 +146,18 @@ class Operations:
         """Reduce tensors over all ranks, in place."""
         op, outputs = Reduction.of(opts), _listed(tensors)
         is_bucket = op.name == "SUM" and len(outputs) == 1
-        is_bucket &= self._in_node is not None and c10d.is_of_reducer()
+        is_bucket &= self._in_node is not None and compat.is_of_reducer()
 
         def reduce(tensor: Any) -> None:
-            flat = self._guard("all_reduce", FlatTensor, tensor)
+            flat = self._call.reserve(FlatTensor, tensor)
             is_large = flat.nbytes > _IN_PLACE_BYTES and not flat.is_copy
             if is_bucket and is_large and op.adds_in_place(flat):
                 outputs[0] = self._reduce_bucket(flat)
                 return
-            self._reduce("all_reduce", op, flat, flat)
+            self._reduce(op, flat, flat)
             flat.store()
 
-        return self._submit(outputs, opts, reduce, _listed(tensors))
+        return self._submit("all_reduce", outputs, opts, reduce, _listed(tensors))
 
     def _reduce_bucket(self, flat: FlatTensor) -> Any:
         """Return the sum of gradients, in memory of the node from the third time on.
@@ -162,10 +166,13 @@ class Operations:
         """
         buckets, bucket = self._buckets, self._buckets.find(flat)
         if bucket is not None and bucket.sum is not None:
-            bucket.sum.copy_(flat.tensor)  # before the ranks meet
+            # Before the ranks agree: after that, others may read it
+            bucket.sum.copy_(flat.tensor)
         fields = ("reduce_op", "SUM of gradients"), *flat.fields
         address = buckets.address_of(bucket, flat)
-        is_known = self._compare("all_reduce", *fields, address=address)
+        is_known = self._agree(*fields, address=address)
+        # The first time it is remembered, the second time it gets memory that the node
+        # shares, and from then on the ranks add there and PyTorch takes the sum there
         if not is_known or bucket is None:
             buckets.add(flat)
         elif bucket.sum is not None:
@@ -175,8 +182,7 @@ class Operations:
             return bucket.sum
         else:
             buckets.allocate(bucket, flat)
-        way = self._transports.pick(_AUTO, False, False)
-        way.allreduce([flat.array], flat.array, self._deadline())
+        self._pick().allreduce([flat.array], flat.array, self._deadline())
         return flat.tensor
 
     def reduce(self, tensors: Sequence[Any], opts: Any = None) -> Any:
@@ -184,18 +190,18 @@ class Operations:
         op, root = Reduction.of(opts), _root_of(opts)
 
         def reduce(tensor: Any) -> None:
-            flat = self._guard("reduce", FlatTensor, tensor)
-            total = self._guard("reduce", flat.copy)
-            self._reduce("reduce", op, flat, total, ("root", root))
+            flat = self._call.reserve(FlatTensor, tensor)
+            total = self._call.reserve(flat.copy)
+            self._reduce(op, flat, total, ("root", root))
             if self._rank == root:
                 flat.bytes[...] = total.bytes
                 flat.store()
 
-        return self._submit(_listed(tensors), opts, reduce, _listed(tensors))
+        outputs = _listed(tensors)
+        return self._submit("reduce", outputs, opts, reduce, outputs)
 
     def _reduce(
         self,
-        name: str,
         op: Reduction,
         source: FlatTensor,
         total: FlatTensor,
@@ -203,18 +209,21 @@ class Operations:
     ) -> None:
         """Put the reduction of `source` into `total`, which may be the same."""
         agreed = ("reduce_op", op.name), *fields, *source.fields
-        if op.name in BITWISE:
-            everyone = self._guard(name, op.reserve, source, self._size)
-            self._compare(name, *agreed)
-            self._gather(source.array, everyone, [source.size] * self._size)
-            BITWISE[op.name].reduce(everyone, axis=0, out=total.array)
+        name = self._call.signature.operation
+        if op.name in _BITWISE:
+            self._call.reserve(op.require_integers, source)
+            self._agree(*agreed)
+            total.array[...] = source.array
+            both = MPI.IN_PLACE, total.array
+            request = self._messages.Iallreduce(*both, _BITWISE[op.name])
+            self._consensus.wait(request, self._deadline(), name)
             return
-        known, array = self._guard(name, op.prepare, source)
+        known, array = self._call.reserve(op.prepare, source)
+        # Large floats are added where they lie, without a copy for the comparison
         if source.nbytes > _IN_PLACE_BYTES and op.adds_in_place(source):
-            self._compare(name, *agreed)
+            self._agree(*agreed)
             if self._size > 1:
-                way = self._transports.pick(_AUTO, False, False)
-                way.allreduce([array], total.array, self._deadline())
+                self._pick().allreduce([array], total.array, self._deadline())
             else:
                 total.array[...] = array
             if known is ReduceOp.MEAN:
@@ -222,22 +231,26 @@ class Operations:
             return
         named = f"{name} of {op.name}{''.join(f', {k} {v}' for k, v in fields)}"
         options = _options_of(timeout_seconds=self._seconds)
-        found = self._collectives.all_reduce(named, known, array, options)
-        total.array[...] = op.finish(found, self._size)
+        sums = self._collectives.all_reduce(named, known, array, options)
+        total.array[...] = op.finish(sums, self._size)
+
+    def _pick(self) -> Any:
+        """Return the transport of arrays on the CPU."""
+        return self._transports.pick(_AUTO, False, False)
 
     def broadcast(self, tensors: Sequence[Any], opts: Any = None) -> Any:
         """Copy tensors of rank `opts.rootRank` to all ranks."""
         root = _root_of(opts)
 
         def broadcast(tensor: Any) -> None:
-            flat = self._guard("broadcast", FlatTensor, tensor)
-            self._compare("broadcast", ("root", root), *flat.fields)
+            flat = self._call.reserve(FlatTensor, tensor)
+            self._agree(("root", root), *flat.fields)
             if self._size > 1 and flat.size:
-                way = self._transports.pick(_AUTO, False, False)
-                way.broadcast(flat.bytes, root, self._deadline())
+                self._pick().broadcast(flat.bytes, root, self._deadline())
             flat.store()
 
-        return self._submit(_listed(tensors), opts, broadcast, _listed(tensors))
+        outputs = _listed(tensors)
+        return self._submit("broadcast", outputs, opts, broadcast, outputs)
 
     def allgather(
         self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None
@@ -247,7 +260,9 @@ class Operations:
         An output is a list of tensors, whose sizes may differ, or one tensor for equal
         sizes.
         """
-        return self._submit(outputs, opts, self._gather_into, outputs, inputs)
+        is_list = not all(isinstance(output, torch.Tensor) for output in outputs)
+        name = "all_gather" if is_list else "all_gather_into_tensor"
+        return self._submit(name, outputs, opts, self._gather_into, outputs, inputs)
 
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = None
@@ -261,38 +276,37 @@ class Operations:
 
     def _gather_into(self, outputs: Any, source: Any) -> None:
         is_list = not isinstance(outputs, torch.Tensor)
-        name = "all_gather" if is_list else "all_gather_into_tensor"
+        name = self._call.signature.operation
 
         def prepare() -> tuple[FlatTensor, list[FlatTensor], Any]:
             """Return the input, the outputs, and memory for all ranks."""
-            mine = FlatTensor(source)
+            sent = FlatTensor(source)
             if not is_list:
                 whole = FlatTensor(outputs)
-                whole.require(name, mine, mine.size * self._size)
-                return mine, [whole], whole.bytes
+                whole.require(name, sent, sent.size * self._size)
+                return sent, [whole], whole.bytes
             parts = [FlatTensor(output) for output in outputs]
             if len(parts) != self._size:
                 raise ArgumentError(f"{name} needs {self._size} output tensors")
-            parts[self._rank].require(name, mine, mine.size)
-            return mine, parts, np.empty(sum(p.nbytes for p in parts), np.uint8)
+            parts[self._rank].require(name, sent, sent.size)
+            return sent, parts, np.empty(sum(p.nbytes for p in parts), np.uint8)
 
-        mine, places, received = self._guard(name, prepare)
+        sent, targets, received = self._call.reserve(prepare)
         if is_list:
-            sizes = tuple(place.size for place in places)
-            self._compare(name, ("dtype", mine.dtype), ("sizes", sizes))
-            self._gather(mine.bytes, received, [place.nbytes for place in places])
-            _spread(received, places)
+            sizes = tuple(target.size for target in targets)
+            self._agree(("dtype", sent.dtype), ("sizes", sizes))
+            self._gather(sent.bytes, received, [target.nbytes for target in targets])
+            _spread(received, targets)
         else:
-            self._compare(name, *mine.fields)
-            self._gather(mine.bytes, received, [mine.nbytes] * self._size)
-            places[0].store()
+            self._agree(*sent.fields)
+            self._gather(sent.bytes, received, [sent.nbytes] * self._size)
+            targets[0].store()
 
-    def _gather(self, mine: Any, received: Any, counts: list[int]) -> None:
+    def _gather(self, sent: Any, received: Any, counts: list[int]) -> None:
         if self._size == 1:
-            received[...] = mine
+            received[...] = sent
         elif received.size:
-            way = self._transports.pick(_AUTO, False, False)
-            way.allgatherv(mine, received, counts, self._deadline())
+            self._pick().allgatherv(sent, received, counts, self._deadline())
 
     def reduce_scatter(
         self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None
@@ -304,34 +318,34 @@ class Operations:
         op, name = Reduction.of(opts), "reduce_scatter"
 
         def prepare(output: Any, source: Any) -> tuple[FlatTensor, Any, list[int]]:
-            whole, own = concatenate(source), FlatTensor(output)
+            whole, part = concatenate(source), FlatTensor(output)
             is_list = not isinstance(source, torch.Tensor)
-            lengths = [own.size] * self._size
+            lengths = [part.size] * self._size
             if is_list:
                 lengths = [tensor.numel() for tensor in source]
-            own.require(name, whole, lengths[self._rank])
-            whole.require(name, own, sum(lengths))
-            return own, whole, lengths
+            part.require(name, whole, lengths[self._rank])
+            whole.require(name, part, sum(lengths))
+            return part, whole, lengths
 
         def scatter(output: Any, source: Any) -> None:
-            own, whole, lengths = self._guard(name, prepare, output, source)
-            if op.name in BITWISE:
-                total = self._guard(name, whole.copy)
-                self._reduce(name, op, whole, total, ("sizes", tuple(lengths)))
+            part, whole, lengths = self._call.reserve(prepare, output, source)
+            if op.name in _BITWISE:
+                total = self._call.reserve(whole.copy)
+                self._reduce(op, whole, total, ("sizes", tuple(lengths)))
                 start = sum(lengths[: self._rank])
-                own.array[...] = total.array[start : start + own.size]
-                own.store()
+                part.array[...] = total.array[start : start + part.size]
+                part.store()
                 return
-            known, array = self._guard(name, op.prepare, whole)
+            known, array = self._call.reserve(op.prepare, whole)
             equal = None if len(set(lengths)) == 1 else lengths
             options = _options_of(timeout_seconds=self._seconds)
-            found = self._collectives.reduce_scatter(
+            sums = self._collectives.reduce_scatter(
                 f"{name} of {op.name}", known, array, 0, equal, options
             )
-            own.array[...] = op.finish(found, self._size)
-            own.store()
+            part.array[...] = op.finish(sums, self._size)
+            part.store()
 
-        return self._submit(outputs, opts, scatter, outputs, inputs)
+        return self._submit(name, outputs, opts, scatter, outputs, inputs)
 
     def reduce_scatter_single(self, output: Any, source: Any, opts: Any = None) -> Any:
         """Reduce equal parts of a tensor: part r to rank r."""
@@ -345,11 +359,11 @@ class Operations:
         def prepare() -> tuple[FlatTensor, list[FlatTensor], list[int]]:
             if not len(inputs) == len(outputs) == self._size:
                 raise ArgumentError(f"all_to_all needs {self._size} tensors in a list")
-            places = [FlatTensor(output) for output in outputs]
-            return concatenate(inputs), places, [tensor.numel() for tensor in inputs]
+            targets = [FlatTensor(output) for output in outputs]
+            return concatenate(inputs), targets, [tensor.numel() for tensor in inputs]
 
         return self._submit(
-            outputs, opts, lambda: self._exchange("all_to_all", prepare)
+            "all_to_all", outputs, opts, lambda: self._exchange(prepare)
         )
 
     def all_to_all_single(
@@ -367,33 +381,37 @@ class Operations:
         wholes = []
 
         def prepare() -> tuple[FlatTensor, list[FlatTensor], list[int]]:
-            mine, whole = FlatTensor(source), FlatTensor(output)
+            sent, whole = FlatTensor(source), FlatTensor(output)
             wholes.append(whole)
             to = _split("input_split_sizes", source, input_sizes, self._size)
             sizes = _split("output_split_sizes", output, output_sizes, self._size)
-            return mine, whole.parts(sizes), to
+            return sent, whole.parts(sizes), to
 
         def exchange() -> None:
-            self._exchange("all_to_all_single", prepare)
+            self._exchange(prepare)
             wholes[0].store()
 
-        return self._submit([output], opts, exchange)
+        return self._submit("all_to_all_single", [output], opts, exchange)
 
-    def _exchange(self, name: str, prepare: Callable[[], Any]) -> None:
+    def _exchange(self, prepare: Callable[[], Any]) -> None:
         """Agree on sizes that each rank states for itself; then move the data."""
-        mine, places, to = self._guard(name, prepare)
-        own = to, [place.size for place in places]
-        dtypes = {flat.dtype for flat in (mine, *places)}
-        self._compare(name, ("dtype", " and ".join(sorted(dtypes))))
-        everyone = np.array(self._consensus.gather(f"sizes of {name}", own))
-        sent, expected = everyone[:, 0], everyone[:, 1].T
-        for sender, receiver in np.argwhere(sent != expected):
+        name = self._call.signature.operation
+        sent, targets, to = self._call.reserve(prepare)
+        # Sizes differ between ranks by right, so they cannot be part of the agreement:
+        # each pair of sender and receiver is compared
+        sizes = to, [target.size for target in targets]
+        dtypes = {flat.dtype for flat in (sent, *targets)}
+        self._agree(("dtype", " and ".join(sorted(dtypes))))
+        every = self._consensus.gather_objects(f"sizes of {name}", lambda: sizes)
+        table = np.array(every)
+        sends, expects = table[:, 0], table[:, 1].T
+        for sender, receiver in np.argwhere(sends != expects):
             with self._consensus.same_on_all():
                 raise MismatchError(
-                    f"{name}: rank {sender} sends {sent[sender, receiver]} elements to "
-                    f"rank {receiver}, which expects {expected[sender, receiver]}"
+                    f"{name}: rank {sender} sends {sends[sender, receiver]} elements "
+                    f"to rank {receiver}, which expects {expects[sender, receiver]}"
                 )
-        self._move(name, mine, to, places, int(everyone.sum(axis=2).max()))
+        self._move(sent, to, targets, int(table.sum(axis=2).max()))
 
     def gather(
         self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = None
@@ -402,17 +420,17 @@ class Operations:
         root = _root_of(opts)
 
         def prepare() -> tuple[FlatTensor, list[FlatTensor]]:
-            mine = FlatTensor(inputs[0])
+            sent = FlatTensor(inputs[0])
             is_root = self._rank == root
-            return mine, self._all(outputs, mine, "gather") if is_root else []
+            return sent, self._all(outputs, sent, "gather") if is_root else []
 
         def gather() -> None:
-            mine, places = self._guard("gather", prepare)
-            self._compare("gather", ("root", root), *mine.fields)
-            to = [mine.size * (rank == root) for rank in range(self._size)]
-            self._move("gather", mine, to, places, mine.size * self._size)
+            sent, targets = self._call.reserve(prepare)
+            self._agree(("root", root), *sent.fields)
+            to = [sent.size * (rank == root) for rank in range(self._size)]
+            self._move(sent, to, targets, sent.size * self._size)
 
-        return self._submit(outputs, opts, gather)
+        return self._submit("gather", outputs, opts, gather)
 
     def scatter(
         self, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]], opts: Any = None
@@ -421,57 +439,54 @@ class Operations:
         root = _root_of(opts)
 
         def prepare() -> tuple[FlatTensor, list[FlatTensor], list[int]]:
-            own = FlatTensor(outputs[0])
-            nothing = FlatTensor(own.tensor[:0])
-            places = [own if r == root else nothing for r in range(self._size)]
+            target = FlatTensor(outputs[0])
+            nothing = FlatTensor(target.tensor[:0])
+            targets = [target if r == root else nothing for r in range(self._size)]
             if self._rank != root:
-                return nothing, places, [0] * self._size
-            parts = self._all(inputs, own, "scatter")
-            mine = concatenate([part.tensor for part in parts])
-            return mine, places, [own.size] * self._size
+                return nothing, targets, [0] * self._size
+            parts = self._all(inputs, target, "scatter")
+            sent = concatenate([part.tensor for part in parts])
+            return sent, targets, [target.size] * self._size
 
         def scatter() -> None:
-            mine, places, to = self._guard("scatter", prepare)
-            own = places[root]
-            self._compare("scatter", ("root", root), *own.fields)
-            self._move("scatter", mine, to, places, own.size * self._size)
+            sent, targets, to = self._call.reserve(prepare)
+            target = targets[root]
+            self._agree(("root", root), *target.fields)
+            self._move(sent, to, targets, target.size * self._size)
 
-        return self._submit(outputs, opts, scatter)
+        return self._submit("scatter", outputs, opts, scatter)
 
     def _all(self, lists: Any, like: FlatTensor, name: str) -> list[FlatTensor]:
         """Return the tensors of the root: one for each rank, all of one size."""
-        places = [FlatTensor(tensor) for tensor in (lists[0] if lists else ())]
-        if len(places) != self._size:
+        targets = [FlatTensor(tensor) for tensor in (lists[0] if lists else ())]
+        if len(targets) != self._size:
             raise ArgumentError(f"{name} needs {self._size} tensors on its root")
-        for place in places:
-            place.require(name, like, like.size)
-        return places
+        for target in targets:
+            target.require(name, like, like.size)
+        return targets
 
     def _move(
-        self,
-        name: str,
-        mine: FlatTensor,
-        to: list[int],
-        places: list[FlatTensor],
-        largest: int,
+        self, sent: FlatTensor, to: list[int], targets: list[FlatTensor], largest: int
     ) -> None:
         """Send and receive elements, of which no rank has more than `largest`.
 
-        `places` is empty on a rank that gets none.
+        `targets` is empty on a rank that gets none.
         """
-        counts = [place.nbytes for place in places] or [0] * self._size
+        counts = [target.nbytes for target in targets] or [0] * self._size
         received = np.empty(sum(counts), np.uint8)
-        way = self._transports.exchange(is_device=False)
-        assert way is not None
-        is_large = largest * mine.itemsize > way.most_bytes
-        bytes_to = [n * mine.itemsize for n in to]
-        deadline = self._deadline()
-        way.alltoallv(mine.bytes, bytes_to, received, counts, deadline, name, is_large)
-        _spread(received, places)
+        transport = self._transports.exchange(is_device=False)
+        assert transport is not None
+        is_large = largest * sent.itemsize > transport.most_bytes
+        bytes_to = [n * sent.itemsize for n in to]
+        name, deadline = self._call.signature.operation, self._deadline()
+        transport.alltoallv(
+            sent.bytes, bytes_to, received, counts, deadline, name, is_large
+        )
+        _spread(received, targets)
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks; an error at the timeout names the missing ones."""
-        return self._submit([], opts, lambda: self._compare("barrier"))
+        return self._submit("barrier", [], opts, self._agree)
 
     def monitored_barrier(
         self, timeout: Any = None, wait_all_ranks: bool = True
@@ -479,8 +494,7 @@ class Operations:
         """Like `barrier`, for `dist.monitored_barrier`. All missing ranks are named."""
         if timeout is not None:  # 0 is a limit here, and no default
             timeout = max(timeout, datetime.timedelta.resolution)
-        compare = functools.partial(self._compare, "monitored_barrier")
-        self._submit([], timeout, compare).wait()
+        self._submit("monitored_barrier", [], timeout, self._agree).wait()
 
     def send(self, tensors: Sequence[Any], rank: int, tag: int = 0) -> Any:
         """Send a tensor to one rank. Not collective."""
@@ -517,7 +531,7 @@ class Operations:
     alltoall_base = all_to_all_single
 
     def _message(self, name: str, tensors: Any, request: Any, end: Any = None) -> Any:
-        seconds = c10d.seconds_of(None, self._timeout)
+        seconds = compat.seconds_of(None, self._timeout)
         departures, outputs = self._consensus.departures, _listed(tensors)
         message = Message(
             name, self._messages, departures, seconds, outputs, request, end
@@ -526,34 +540,50 @@ class Operations:
         self._running.append(message)
         return message
 
-    def share(self, call: CallSignature, number: int, values: _T) -> list[_T]:
+    def share(self, name: str, values: _T) -> list[_T]:
         """Return the values of all ranks, or only one if they are equal. Collective.
 
         Args:
-          call: what needs them.
-          number: its digest.
+          name: what needs them.
           values: a tuple of numbers, or of such tuples.
         """
-        found = [values]
+        shared = [values]
 
         def run() -> None:
             # Of numbers, Python's hash is the same in all processes
             address = hash(values) & _ADDRESSES or 1
-            if not self._consensus.compare(call, number, address, self._seconds):
-                found[:] = self._consensus.gather(call.operation, values)
+            if not self._agree(address=address):
+                shared[:] = self._consensus.gather_objects(name, lambda: values)
 
-        self._executor.call(self._in_turn(None, run))
-        return found
+        work = Work([])
+        self._executor.submit(work, self._in_turn(name, None, run), may_wait=True)
+        work.wait()
+        return shared
 
-    def _compare(self, name: str, *fields: tuple[str, Any], address: int = 0) -> Any:
-        call = CallSignature(name, fields)
-        return self._consensus.compare(call, digest(call), address, self._seconds)
+    def _agree(self, *fields: tuple[str, Any], address: int = 0) -> bool:
+        """Go on once all ranks are in this operation, with equal fields. Collective.
+
+        Returns whether all passed the same `address`, other than 0.
+        """
+        key = self._call.signature.operation, fields, self._seconds
+        call = self._calls.get(key)
+        if call is None:
+            if len(self._calls) >= _KEPT:
+                self._calls.clear()
+            signature = CallSignature(*key[:2])
+            call = self._calls[key] = self._consensus.call(signature, self._seconds)
+        return call.agree(address)
 
     def _deadline(self) -> float | None:
         return None if self._seconds is None else time.monotonic() + self._seconds
 
     def _submit(
-        self, outputs: Any, opts: Any, run: Callable[..., None], *columns: Any
+        self,
+        name: str,
+        outputs: Any,
+        opts: Any,
+        run: Callable[..., object],
+        *columns: Any,
     ) -> Work:
         """Call `run` in turn: for each row of the columns, or once without any."""
         rows = list(zip(*columns, strict=True)) if columns else [()]
@@ -567,8 +597,9 @@ class Operations:
         is_short = isinstance(first, torch.Tensor) and self._is_short(first)
         if isinstance(first, torch.Tensor) and first.numel() == 1:
             self._kept.append(work)
-        in_turn = self._in_turn(opts, devices.after_stream((outputs, columns), each))
-        self._executor.submit(work, in_turn, c10d.may_wait(opts, is_short))
+        each = devices.after_stream((outputs, columns), each)
+        in_turn = self._in_turn(name, opts, each)
+        self._executor.submit(work, in_turn, compat.may_wait(opts, is_short))
         return work
 
     def _is_short(self, tensor: Any) -> bool:
@@ -578,15 +609,17 @@ class Operations:
         node = self._in_node
         return node is not None and not node.has_idle_cores(torch.get_num_threads())
 
-    def _in_turn(self, opts: Any, run: Callable[[], None]) -> Callable[[], None]:
-        seconds, lock = c10d.seconds_of(opts, self._timeout), self._consensus.lock
+    def _in_turn(
+        self, name: str, opts: Any, run: Callable[[], None]
+    ) -> Callable[[], None]:
+        seconds, lock = compat.seconds_of(opts, self._timeout), self._consensus.lock
 
         def in_turn() -> None:
             # The operations of a group belong to the thread that runs them now; the
             # end of the program, to the thread that made the group
             lock.adopt()
             try:
-                with lock:
+                with self._consensus.call(name) as self._call:
                     self._seconds = seconds
                     run()
             finally:
@@ -605,13 +638,13 @@ def _root_of(opts: Any) -> int:
     return root
 
 
-def _spread(received: Any, places: list[FlatTensor]) -> None:
+def _spread(received: Any, targets: list[FlatTensor]) -> None:
     """Copy what was received to the tensors, one after another."""
     start = 0
-    for place in places:
-        place.bytes[...] = received[start : start + place.nbytes]
-        start += place.nbytes
-        place.store()
+    for target in targets:
+        target.bytes[...] = received[start : start + target.nbytes]
+        start += target.nbytes
+        target.store()
 
 
 def _split(
@@ -635,7 +668,7 @@ def _split(
 @functools.cache
 def _finish_at_exit() -> None:
     """Let what was issued end before the ranks agree on the end of the program."""
-    atexit.register(c10d.finish_all)  # runs before that, which was registered first
+    atexit.register(compat.finish_all)  # runs before that, which was registered first
 
 
 _numbers = itertools.count()
@@ -668,7 +701,7 @@ def init_process_group(
       >>> torch.distributed.destroy_process_group()
     """
     comm = communicator or MPI.COMM_WORLD
-    store, rank, size = next(_rendezvous(timeout or c10d.DEFAULT_TIMEOUT, comm))
+    store, rank, size = next(_rendezvous(timeout or compat.DEFAULT_TIMEOUT, comm))
     with _next_world(comm):
         dist.init_process_group(
             backend, timeout=timeout, store=store, rank=rank, world_size=size
@@ -697,17 +730,17 @@ def _create(options: Any, _: Any) -> Any:
         tag = sum(options.group_id.encode()) % 32749  # of MPI's at least 32767
         with Pending("new_group", comm, ranks):
             comm = comm.Create_group(comm.group.Incl(ranks), tag)
-    found = comm.Get_rank(), comm.Get_size()
-    if (options.group_rank, options.group_size) != found:
+    of_mpi = comm.Get_rank(), comm.Get_size()
+    if (options.group_rank, options.group_size) != of_mpi:
         raise ArgumentError(
             f"init_process_group({_BACKEND!r}) was called as rank "
             f"{options.group_rank} of {options.group_size}, but MPI's is rank "
-            f"{found[0]} of {found[1]}; start the program by mpirun or srun"
+            f"{of_mpi[0]} of {of_mpi[1]}; start the program by mpirun or srun"
         )
     operations = Operations(comm, options.timeout)
     if is_part:
         comm.Free()  # they have duplicates
-    return c10d.publish(operations, options, _BACKEND)
+    return compat.publish(operations, options, _BACKEND)
 
 
 def group_of(strategy: Strategy) -> Any:
@@ -719,17 +752,18 @@ def group_of(strategy: Strategy) -> Any:
     Raises MismatchError, on all ranks, if torch.distributed was started on some only.
     """
     group, consensus = _groups.get(strategy), strategy.extended.consensus
-    has_one = group is not None and group in dist.distributed_c10d._world.pg_map
+    name = "a process group of the strategy"
+    has_one = compat.has_group(group)
     known = ("is_initialized()", dist.is_initialized()), ("has a group", has_one)
-    consensus.require_same(CallSignature("a process group of the strategy", known))
+    consensus.require_same(CallSignature(name, known))
     if has_one:
         return group
     comm, device = strategy.extended.topology.comm, strategy.extended.device
     is_cpu = device.startswith("CPU") or not torch.cuda.is_available()
-    backend = _BACKEND if is_cpu else c10d.backends_of_gpus(_BACKEND)
+    backend = _BACKEND if is_cpu else compat.backends_of_gpus(_BACKEND)
     if not dist.is_initialized():
         init_process_group(comm, backend=backend)
-    ranks = consensus.gather("a process group of the strategy", dist.get_rank())
+    ranks = consensus.gather_objects(name, dist.get_rank)
     group, needed = dist.group.WORLD, f"cpu:{_BACKEND}" if is_cpu else "cuda:nccl"
     is_same = ranks == list(range(dist.get_world_size()))
     if not is_same or needed not in str(dist.get_backend_config(group)):
@@ -751,23 +785,25 @@ def _rendezvous(
     )
     with Pending("init_process_group", comm):
         names = comm.allgather(MPI.Get_processor_name())
-        place: Any = "127.0.0.1" if len(set(names)) == 1 else names[0]
-        store = None
+        host = "127.0.0.1" if len(set(names)) == 1 else names[0]
+        # Rank 0 broadcasts host and port, or the error that all ranks raise
+        store: Any = None
+        address: Any = None
         if rank == 0:
             try:
-                store = connect(place, 0, is_master=True)
-                place = place, store.port
+                store = connect(host, 0, is_master=True)
+                address = host, store.port
             except Exception as error:
-                place = error
-        place = comm.bcast(place)
-    if isinstance(place, Exception):
-        raise place
+                address = error
+        address = comm.bcast(address)
+    if isinstance(address, Exception):
+        raise address
     if store is None:
-        store = connect(*place, is_master=False)
+        store = connect(*address, is_master=False)
     yield store, rank, size
 
 
 def register() -> None:
     """Make the backend known to PyTorch; called by `import mpidist.torch`."""
-    c10d.register(_BACKEND, _create, _rendezvous)
+    compat.register(_BACKEND, _create, _rendezvous)
     skip_folder(os.path.dirname(torch.__file__) + os.sep)

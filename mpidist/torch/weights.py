@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.consensus.signatures import CallSignature, digest, name_ranks
+from mpidist.comm.consensus.signatures import name_ranks
 from mpidist.errors import ArgumentError, MismatchError
-from mpidist.torch import c10d
+from mpidist.torch import compat
 from mpidist.util.hashing import hash62
 
 __all__ = [
@@ -27,19 +27,15 @@ __all__ = [
     "Pass",
     "Weighed",
     "batch_rows",
-    "current_task",
     "exchange_rows",
     "note_batch",
     "replace_tensors",
     "tensors_in",
 ]
 
-# The number of the backward pass of this thread, or -1
-current_task: Callable[[], int] = torch._C._current_graph_task_id
 # In place of rows, in what ranks exchange; Python's hashes of -1 and -2 are the same
 _UNSTATED, ENDED = -1.0, -3.0
-_CALL = CallSignature("the backward pass of DistributedDataParallel")
-_NUMBER = digest(_CALL)
+_CALL = "the backward pass of DistributedDataParallel"
 _HINT = (
     "state how many rows each rank's mean loss has, by batches of as_tensors, rows=len "
     "(called with the inputs) or set_rows(); or weigh ranks the same by rows='equal'"
@@ -72,12 +68,12 @@ class Pass:
     def enter(self) -> float:
         """Return the weight of the gradients of this backward pass. Collective."""
         self.is_entered = True
-        self._found, self._task = self._find_weight(self), current_task()
+        self._found, self._task = self._find_weight(self), compat.current_task()
         return self._found
 
     def leave(self) -> float:
         """Return by what gradients of inputs are multiplied. Not collective."""
-        if self._task != current_task():  # it has not come through the outputs
+        if self._task != compat.current_task():  # it has not come through the outputs
             return 1.0
         return 1 / self._found if self._found else 0.0
 
@@ -180,16 +176,16 @@ def _gather(group: Any, rows: float, shapes: Any, model: int) -> list[Any]:
     """Return those of all ranks, or one line if they are equal. Collective."""
     operations = getattr(group, "operations", None)
     if operations is not None:
-        found: list[Any] = operations.share(_CALL, _NUMBER, (rows, shapes, model))
-        return found
-    # A group of another backend; NCCL has no memory of the CPU
-    device = "cpu" if torch.device("cpu") in group._device_types else "cuda"
+        table: list[Any] = operations.share(_CALL, (rows, shapes, model))
+        return table
+    # A group of another backend
+    device = compat.find_device(group)
     checksum = hash62(repr(shapes)) >> 10  # 52 bits are exact in float64
     numbers = rows, checksum, model
     mine = torch.tensor(numbers, dtype=torch.float64, device=device)
     every = mine.new_empty(group.size() * len(numbers))
-    c10d.all_gather_single(every, mine, group=group)
-    table: list[Any] = every.view(-1, len(numbers)).tolist()
+    compat.all_gather_single(every, mine, group=group)
+    table = every.view(-1, len(numbers)).tolist()
     return table if any(line != table[0] for line in table) else table[:1]
 
 
@@ -226,8 +222,8 @@ def batch_rows(tensors: Sequence[Any]) -> int | None:
         return None
     first = {len(tensor) for tensor in tensors if tensor.dim()}
     every = {length for tensor in tensors for length in tensor.shape}
-    found = current & first or current & every
-    return found.pop() if len(found) == 1 else None
+    lengths = current & first or current & every
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def tensors_in(nest: Any) -> Iterator[Any]:

@@ -209,26 +209,18 @@ class Executor:
         if may_wait and self._begins():
             self._run(work, run)
             return
+        # The thread of the executor runs it, as if it stood in the user's line
         frame = user_frame()
         caller = _caller_at(frame.f_code, frame.f_lineno)
         with self._mutex:
             self._waiting += 1
             self._queue.put((work, run, caller))
             if self._thread is None:
-                self._start()
+                self._thread = threading.Thread(
+                    target=self._loop, name=self._name, daemon=True
+                )
+                self._thread.start()
             work.thread = self._thread
-
-    def call(self, run: Callable[[], None]) -> None:
-        """Run an operation that the caller waits for; raise its error."""
-        if not self._begins():
-            work = Work([])
-            self.submit(work, run, may_wait=False)
-            work.wait()
-            return
-        try:
-            run()
-        finally:
-            self._end()
 
     def _begins(self) -> bool:
         """Take the turn in this thread, unless operations wait for theirs."""
@@ -245,10 +237,6 @@ class Executor:
         self._turn.release()
         with self._mutex:
             self._waiting -= 1
-
-    def _start(self) -> None:
-        self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-        self._thread.start()
 
     def _loop(self) -> None:
         while (item := self._queue.get()) is not None:

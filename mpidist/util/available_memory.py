@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ __all__ = [
     "available_cores",
     "free_bytes",
     "give_back",
+    "physical_core",
     "round_up",
 ]
 
@@ -46,6 +48,15 @@ def available_cores() -> list[int]:
     if not hasattr(os, "sched_getaffinity"):  # not on Linux
         return list(range(os.cpu_count() or 1))
     return sorted(os.sched_getaffinity(0))
+
+
+def physical_core(core: int) -> int:
+    """Return the first of the hardware threads of a core; `core` if that is unknown."""
+    path = f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
+    try:
+        return int(re.split(r"[-,]", Path(path).read_text().strip())[0])
+    except (OSError, ValueError):
+        return core
 
 
 def round_up(size_bytes: int, multiple: int = LINE_BYTES) -> int:

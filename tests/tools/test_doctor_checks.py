@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from mpidist.comm.device_info import GpuFacts, Support
 from mpidist.device import binding
+from mpidist.launch.launchers import is_silent
 from mpidist.tools.doctor import checks, paths
 from mpidist.tools.doctor.checks import RankFacts
 from mpidist.tools.doctor.children import Child, run_checks
@@ -265,7 +266,7 @@ def test_launchers(monkeypatch):
     ],
 )
 def test_who_speaks(environ, expected):
-    assert checks.is_silent(environ) is expected
+    assert is_silent(environ) is expected
 
 
 def test_mpi_and_nodes():

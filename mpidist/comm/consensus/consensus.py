@@ -611,7 +611,7 @@ class Call:
             result = fn(*args)
         except BaseException as error:
             self.fail(error)
-        if self._consensus.size > 1:
+        if self._consensus.size > 1:  # one rank alone need not agree
             self._consensus.reserved = self.signature.operation
         return result
 

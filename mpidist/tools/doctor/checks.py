@@ -13,7 +13,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 
 from mpidist._version import __version__
 from mpidist.errors import LaunchError
-from mpidist.launch.launchers import find_launcher
+from mpidist.launch.launchers import HYDRA, find_launcher
 from mpidist.tools.doctor.paths import LOCKING
 from mpidist.tools.doctor.rows import (
     FAIL,
@@ -36,7 +35,12 @@ from mpidist.tools.doctor.rows import (
     merge,
     name_ranks,
 )
-from mpidist.util.available_memory import as_text, free_bytes
+from mpidist.util.available_memory import (
+    as_text,
+    available_cores,
+    free_bytes,
+    physical_core,
+)
 from mpidist.util.representation import counted
 from mpidist.util.settings import (
     ALLOW_SINGLETON,
@@ -65,7 +69,6 @@ __all__ = [
     "evaluate",
     "find_facts",
     "is_hydra",
-    "is_silent",
 ]
 
 NEEDED = ("numpy", "h5py", "mpi4py", "deflate", "optree")
@@ -86,12 +89,6 @@ _FILTERS |= {"lzf": 32000, "blosc": 32001, "lz4": 32004, "bitshuffle": 32008}
 _FILTERS |= {"zstd": 32015, "blosc2": 32026}
 # Device files of NVIDIA's driver
 _GPU_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
-# The rank, by the variable with the number of processes that a launcher started
-_RANKS = {
-    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
-    "PMI_SIZE": "PMI_RANK",
-    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
-}
 _THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 _SHARED_FOLDER = "/dev/shm"
 # What MPICH, and Open MPI and its UCX, name there
@@ -192,16 +189,7 @@ LOCAL_CHECKS: dict[str, tuple[Any, ...]] = {
 
 def is_hydra() -> bool:
     """Return whether MPICH's mpirun, or one like it, started this process."""
-    return "PMI_FD" in os.environ and "MPI_LOCALNRANKS" in os.environ
-
-
-def is_silent(environ: Mapping[str, str]) -> bool:
-    """Return whether another process prints, by the launcher's variables."""
-    started = find_launcher(environ)
-    if started is None or ALLOW_SINGLETON.read_or_default(environ):
-        return False
-    rank = decimal(environ.get(_RANKS[started.variable], "")) or 0
-    return 0 < rank < started.processes
+    return "PMI_FD" in os.environ and HYDRA in os.environ
 
 
 def check_launcher(size: int, environ: Mapping[str, str], error: str) -> Row:
@@ -325,8 +313,7 @@ def find_facts(environ: Mapping[str, str]) -> RankFacts:
     Args:
       environ: from before MPI started. But MPI may bind the process to cores.
     """
-    affinity = getattr(os, "sched_getaffinity", None)  # only Linux has it
-    cores = frozenset(affinity(0) if affinity else range(os.cpu_count() or 1))
+    cores = frozenset(available_cores())
     variable = next((name for name in _THREAD_VARIABLES if environ.get(name)), "")
     return RankFacts(
         {
@@ -337,18 +324,10 @@ def find_facts(environ: Mapping[str, str]) -> RankFacts:
         },
         platform.node(),
         cores,
-        frozenset(map(_first_sibling, cores)),
+        frozenset(map(physical_core, cores)),
         os.cpu_count() or len(cores),
         f"{variable}={environ[variable]}" if variable else "",
     )
-
-
-def _first_sibling(core: int) -> int:
-    path = f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
-    try:
-        return int(re.split(r"[-,]", Path(path).read_text().strip())[0])
-    except (OSError, ValueError):
-        return core
 
 
 Facts = Mapping[int, RankFacts]  # by rank

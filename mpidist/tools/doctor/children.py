@@ -16,15 +16,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from mpidist.tools.doctor.rows import Failure, describe_error
+from mpidist.tools.doctor.rows import Failure, Row, as_rows, describe_error
 
 __all__ = [
     "Child",
@@ -32,6 +30,7 @@ __all__ = [
     "end_with_parent",
     "receive",
     "run_checks",
+    "run_named",
     "send",
     "serve",
 ]
@@ -40,10 +39,8 @@ __all__ = [
 cleanups = contextlib.ExitStack()
 _socket: Connection[Any, Any] | None = None
 _END_SECONDS = 1.0
-_POLL_SECONDS = 0.1
 # A check may compute for so many times as long as it may be blocked
-_COMPUTING_TIMES = 10
-_KEPT_LINES = 6
+_BUSY_TIMES = 10
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
@@ -56,7 +53,7 @@ class Child:
       is_rank: whether the child starts MPI in this process's place, for which it
         inherits the launcher's descriptors.
 
-    What the child writes to stdout or stderr is relayed to stderr.
+    What the child writes to stdout goes to stderr.
     """
 
     def __init__(
@@ -69,18 +66,13 @@ class Child:
             [sys.executable, "-m", "mpidist", "doctor", "--child"],
             env={**os.environ, **others},
             stdin=theirs.fileno(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdout=2,
             close_fds=not is_rank,
             start_new_session=True,
         )
         theirs.close()
         self._started = time.monotonic()
         self._has_answered = False
-        self._step = ""
-        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._relay = threading.Thread(target=self._relay_lines, daemon=True)
-        self._relay.start()
         self.send((os.getpid(), is_rank))
         self.send((function, arguments))
 
@@ -93,8 +85,7 @@ class Child:
         if not self._has_answered or not self._has_ended():
             with contextlib.suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        if self._has_ended():
-            self._relay.join(_END_SECONDS)
+            self._has_ended()
 
     def send(self, message: Any) -> None:
         """Send a message, unless the child has ended, which `receive` reports."""
@@ -126,23 +117,21 @@ class Child:
         Args:
           seconds: since the start of the child.
         """
+        step, end = "", self._started + seconds
         while True:
-            computed, queued = _scheduled(self._process.pid)
-            end = self._started + seconds + computed + queued
-            left = end - time.monotonic()
-            if computed > _COMPUTING_TIMES * seconds:
-                left = 0.0
             try:
-                kind, value = self.receive(min(left, _POLL_SECONDS))
+                kind, value = self.receive(end - time.monotonic())
             except EOFError as error:
                 return Failure(str(error))
             except TimeoutError:
-                if left <= 0:
-                    return Failure(f"no answer in {seconds:.3g} s{self._step}")
+                busy = min(_busy_seconds(self._process.pid), _BUSY_TIMES * seconds)
+                end = self._started + seconds + busy
+                if time.monotonic() >= end:
+                    return Failure(f"no answer in {seconds:.3g} s{step}")
             else:
                 if kind == "result":
                     return value
-                self._step = f", {value}"
+                step = f", {value}"
 
     def _has_ended(self) -> bool:
         """Wait a moment for the end; a child that is blocked in the kernel has none."""
@@ -153,22 +142,10 @@ class Child:
     def _how_it_ended(self) -> str:
         if not self._has_ended():
             return "the process closed its connection"
-        self._relay.join(_END_SECONDS)
         code = self._process.returncode
-        said = f"; stderr ends: {' | '.join(self._lines)[-600:]}" if self._lines else ""
         if code < 0:
-            return f"the process was ended by {signal.Signals(-code).name}{said}"
-        return f"the process ended with {code}{said}"
-
-    def _relay_lines(self) -> None:
-        """Relay the child's output to stderr, and keep the last lines."""
-        assert self._process.stdout is not None
-        with self._process.stdout as stream:
-            for line in stream:
-                with contextlib.suppress(OSError):
-                    os.write(2, line)
-                if text := line.decode(errors="replace").strip():
-                    self._lines.append(text)
+            return f"the process was ended by {signal.Signals(-code).name}"
+        return f"the process ended with {code}"
 
 
 def run_checks(calls: Iterable[tuple[Any, ...]], seconds: float) -> list[Any]:
@@ -185,17 +162,22 @@ def run_checks(calls: Iterable[tuple[Any, ...]], seconds: float) -> list[Any]:
         return [child.result(seconds) for child in started]
 
 
-def _scheduled(pid: int) -> tuple[float, float]:
-    """Return the seconds that a process has computed, and waited for a processor.
+def run_named(calls: Mapping[str, tuple[Any, ...]], seconds: float) -> list[Row]:
+    """Like `run_checks`: return the rows of checks, by their subjects."""
+    results = zip(calls, run_checks(calls.values(), seconds), strict=True)
+    return [row for what, result in results for row in as_rows(what, result)]
 
-    Both are 0 where the system does not say.
+
+def _busy_seconds(pid: int) -> float:
+    """Return for how long a process has computed, or waited for a processor.
+
+    0 where the system does not say.
     """
     try:
         with open(f"/proc/{pid}/schedstat") as file:
-            computed, queued = file.read().split()[:2]
+            return sum(map(int, file.read().split()[:2])) / 1e9
     except (OSError, ValueError):
-        return 0.0, 0.0
-    return int(computed) / 1e9, int(queued) / 1e9
+        return 0.0
 
 
 def end_with_parent(number: int) -> None:

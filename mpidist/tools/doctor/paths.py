@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from mpidist.tools.doctor.children import Child, cleanups, run_checks, send
-from mpidist.tools.doctor.rows import FAIL, OK, WARN, Failure, Row, as_rows
+from mpidist.tools.doctor.children import Child, cleanups, run_named, send
+from mpidist.tools.doctor.rows import FAIL, OK, WARN, Failure, Row
 from mpidist.util.available_memory import as_text
 from mpidist.util.files import sync_directory
 from mpidist.util.mounts import find_mount, read_mounts
@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 LOCKING = "HDF5_USE_FILE_LOCKING"
+_OR_ELSE = f"; if that blocks, set {LOCKING}=FALSE"
 _PREFIX = ".mpidist-doctor-"
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _TRIED_BYTES = 1 << 20
@@ -156,7 +157,7 @@ def _remove(name: str) -> None:
 
 def _hold(folder: Path, kind: str) -> tuple[str, str]:
     """Create and lock a file; return its path, and why it was refused, or nothing."""
-    send("step", f"locking a file there ({kind}); if that blocks, set {LOCKING}=FALSE")
+    send("step", f"locking a file there ({kind}){_OR_ELSE}")
     try:
         handle, name = tempfile.mkstemp(".h5", _PREFIX, folder)
     except OSError as error:
@@ -195,7 +196,7 @@ def see_locks(held: Locks) -> dict[str, str]:
 
 
 def _see(kind: str, name: str, deadline: float) -> str:
-    send("step", f"locking a file ({kind}) that rank 0 has locked")
+    send("step", f"locking a file ({kind}) that rank 0 has locked{_OR_ELSE}")
     while not Path(name).exists():
         if time.monotonic() > deadline:
             return HIDDEN
@@ -265,18 +266,13 @@ def try_paths(
 
 def try_locks(locks: Mapping[str, Locks], seconds: float) -> list[Row]:
     """Return rows on what another process than the holder sees of its locks."""
-    held = {path: kinds for path, kinds in locks.items() if kinds}
-    results = run_checks([(see_locks, kinds) for kinds in held.values()], seconds)
-    rows = []
-    for path, states in zip(held, results, strict=True):
-        row = states
-        if isinstance(states, Failure):
-            remedy = f"set {LOCKING}=FALSE, so that HDF5 does not ask for locks"
-            row = Row(FAIL, states, remedy)
-        else:
-            row = check_locks(states, os.environ.get(LOCKING))
-        rows += as_rows(f"{path}: locks", row)
-    return rows
+    held = {f"{path}: locks": kinds for path, kinds in locks.items() if kinds}
+    calls = {what: (_try_to_lock, kinds) for what, kinds in held.items()}
+    return run_named(calls, seconds)
+
+
+def _try_to_lock(held: Locks) -> Row:
+    return check_locks(see_locks(held), os.environ.get(LOCKING))
 
 
 def try_alone(paths: Sequence[str], seconds: float) -> list[Row]:

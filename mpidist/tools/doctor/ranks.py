@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,14 +12,14 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist.comm.banner import banner
-from mpidist.comm.consensus.consensus import Consensus, broadcast_bytes
+from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.device_info import GpuFacts, GpuRequest
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.comm.topology import Topology
 from mpidist.comm.transports.tuning import short_name
 from mpidist.device import arrays
 from mpidist.errors import LaunchError
-from mpidist.launch.launchers import check_launch
+from mpidist.launch.launchers import check_launch, is_silent
 from mpidist.tools.doctor import checks
 from mpidist.tools.doctor.children import end_with_parent, receive, send
 from mpidist.tools.doctor.paths import try_alone, try_locks, try_paths
@@ -51,7 +50,7 @@ def examine_ranks(
     """
     job = _Job(paths, seconds, rows)
     send("joined", (job.rank, job.size))
-    if job.size == 1 and checks.is_silent(environ):
+    if job.size == 1 and is_silent(environ):
         return  # MPI has not joined this process with those that the launcher started
     job.run(environ)
     job.close()
@@ -66,19 +65,16 @@ class _Job:
     def __init__(self, paths: Sequence[str], seconds: float, rows: list[Row]):
         self._paths, self._seconds, self._rows = paths, seconds, rows
         self._table: list[Row] = []  # on rank 0
-        waiting = Consensus(MPI.COMM_WORLD)
-        self._comm, request = MPI.COMM_WORLD.Idup()
-        # Some ranks may come later by the time of a check
-        waiting.wait(request, time.monotonic() + 4 * seconds, "starting")
-        waiting.close()
+        self._comm = MPI.COMM_WORLD
         self._consensus = Consensus(self._comm)
+        # Some ranks may come later by the time of a check
+        self._consensus.require_same("starting", timeout=4 * seconds)
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
         self._local_rank, self._local_size = self.rank, self.size
 
     def close(self) -> None:
         """Finalize MPI. Collective."""
         self._consensus.close()
-        self._comm.Free()
         MPI.Finalize()
 
     def run(self, environ: Mapping[str, str]) -> None:
@@ -89,8 +85,9 @@ class _Job:
         """
         seconds = self._seconds
         # Ranks arrive here at different times: a package may be slow on some
-        self._step("gathering facts", 2 * seconds, self._find_facts, environ)
-        self._step("finding nodes", seconds, self._check_mpi, environ)
+        self._facts = checks.find_facts(environ)
+        self._step("gathering facts", 2 * seconds, lambda: None)
+        self._step("finding nodes", seconds, lambda: self._check_mpi(environ))
         self._step("trying paths", 6 * seconds, self._try_paths)
         if self.size > 1:
             self._try_strategies()
@@ -99,47 +96,26 @@ class _Job:
     def _announce(self, stage: str, seconds: float) -> None:
         send("stage", (stage, 2 * (seconds + _MARGIN_SECONDS)))
 
-    def _step(
-        self, name: str, seconds: float, check: Callable[..., None], *arguments: Any
-    ) -> None:
+    def _step(self, name: str, seconds: float, check: Callable[[], None]) -> None:
         """Run a check; gather and evaluate rows and facts of all ranks. Collective."""
         self._announce(name, seconds)
-        check(*arguments)
-        own = self._rows, self._facts
-        everyone = self._gather(name, own, seconds + _MARGIN_SECONDS)
-        if everyone:
-            rows, facts = (dict(enumerate(column)) for column in zip(*everyone))
+        check()
+        result = self._rows, self._facts
+        results = self._gather(name, result, seconds + _MARGIN_SECONDS)
+        if results:
+            rows, facts = (dict(enumerate(column)) for column in zip(*results))
             self._table = checks.evaluate(rows, facts)
             send("rows", self._table)
 
     def _gather(self, what: str, value: Any, seconds: float) -> list[Any]:
         """Return the values of all ranks on rank 0, and [] elsewhere. Collective."""
-        deadline = time.monotonic() + seconds
-        data = np.frombuffer(pickle.dumps(value), np.uint8)
-        sizes = np.zeros(self.size, np.int64)
-        request = self._comm.Iallgather(np.array([data.size]), sizes)
-        self._consensus.wait(request, deadline, what)
-        # Not to all ranks: many on one node may lack memory for a large job's rows
-        received = np.empty(0 if self.rank else int(sizes.sum()), np.uint8)
-        request = self._comm.Igatherv(data, None if self.rank else [received, sizes])
-        self._consensus.wait(request, deadline, what)
-        parts = [] if self.rank else np.split(received, np.cumsum(sizes)[:-1])
-        return [pickle.loads(part.data) for part in parts]
+        self._consensus.require_same(what, timeout=seconds)
+        return self._comm.gather(value) or []
 
     def _broadcast(self, what: str, value: Any, seconds: float) -> Any:
         """Return rank 0's value. Collective."""
-        deadline = time.monotonic() + seconds
-        data = broadcast_bytes(
-            self._comm,
-            pickle.dumps(value),
-            0,
-            lambda request, _, what: self._consensus.wait(request, deadline, what),
-            what,
-        )
-        return pickle.loads(data.data)
-
-    def _find_facts(self, environ: Mapping[str, str]) -> None:
-        self._facts = checks.find_facts(environ)
+        self._consensus.require_same(what, timeout=seconds)
+        return self._comm.bcast(value)
 
     def _check_mpi(self, environ: Mapping[str, str]) -> None:
         """Let MPI say who is here, and which ranks share a node. Collective."""

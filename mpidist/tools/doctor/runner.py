@@ -14,20 +14,19 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from mpidist.launch.launchers import NO_MPI
+from mpidist.launch.launchers import NO_MPI, is_silent
 from mpidist.tools.doctor import checks
-from mpidist.tools.doctor.children import Child, run_checks
+from mpidist.tools.doctor.children import Child, run_named
 from mpidist.tools.doctor.paths import try_alone
 from mpidist.tools.doctor.rows import (
     FAIL,
     Failure,
     Row,
-    as_rows,
     to_json,
     to_text,
     worst,
@@ -105,7 +104,7 @@ class _Runner:
           children: for the child that is a rank, which outlives this call: some
             launchers end the job when a rank ends.
         """
-        rows = self._run_checks(checks.LOCAL_CHECKS)
+        rows = run_named(checks.LOCAL_CHECKS, self._seconds)
         facts = {0: checks.find_facts(os.environ)}
         self._rows = checks.evaluate({0: rows}, facts)
         self._stage = _STARTING
@@ -125,15 +124,11 @@ class _Runner:
                 self.fail(str(error))
                 is_job_ending = "PMIX_RANK" in os.environ  # Open MPI's mpirun ends it
         if self._stage == _STARTING and self._prints() and not is_job_ending:
-            self._rows += self._run_checks({"memory": (checks.check_memory, 1)})
+            memory = {"memory": (checks.check_memory, 1)}
+            self._rows += run_named(memory, self._seconds)
             self._stage = "trying paths"
             self._rows += try_alone(self._paths, self._seconds)
         return status
-
-    def _run_checks(self, calls: Mapping[str, tuple[Any, ...]]) -> list[Row]:
-        results = run_checks(calls.values(), self._seconds)
-        named = zip(calls, results, strict=True)
-        return [row for what, result in named for row in as_rows(what, result)]
 
     def _follow(self, child: Child) -> int | None:
         """Receive the reports of a rank; return the status that the ranks agreed on.
@@ -197,7 +192,7 @@ class _Runner:
         """Return whether this process prints: rank 0, by MPI or by the launcher."""
         if self._size is not None and self._size > 1:
             return self._rank == 0
-        return not checks.is_silent(os.environ)
+        return not is_silent(os.environ)
 
     def _complain(self, row: Row) -> None:
         """Write one line on what failed in a process that does not print the table."""

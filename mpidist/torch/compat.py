@@ -1,4 +1,9 @@
-"""What differs between versions of PyTorch in torch.distributed."""
+"""The private parts of PyTorch that this room needs, and what differs by version.
+
+All were tried on PyTorch 2.13 and 2.14. Two private methods are overridden where they
+belong, in `data_parallel`: `_check_global_requires_backward_grad_sync`, which PyTorch's
+class calls for ranks that have ended (`Join`), and `_sync_buffers`.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +21,38 @@ from mpidist.errors import UnsupportedError
 
 __all__ = [
     "DEFAULT_TIMEOUT",
+    "BatchNorm",
     "all_gather_single",
+    "are_transforms_active",
     "backends_of_gpus",
+    "current_task",
+    "factor_of",
+    "find_device",
+    "has_group",
+    "ignored_names",
+    "is_mean_of_present",
     "finish_all",
     "is_of_reducer",
     "keep_untraced",
     "may_wait",
     "name_of",
+    "prepare_backward",
     "publish",
+    "queue_callback",
     "register",
     "seconds_of",
+    "tables_of",
     "withdraw",
 ]
+
+# Of autograd: the number of this thread's backward pass, or -1; what runs at its end
+current_task: Callable[[], int] = torch._C._current_graph_task_id
+queue_callback: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+# Whether functions are transformed, as by torch.func.grad
+are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+BatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
 
 DEFAULT_TIMEOUT = dist.distributed_c10d.default_pg_timeout
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -76,6 +101,42 @@ def is_of_reducer() -> bool:
     return frame is not None and frame.f_code.co_filename in _AUTOGRAD
 
 
+def tables_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the parameters and the modules of a module itself, which may change."""
+    return module._parameters, module._modules
+
+
+def ignored_names(module: torch.nn.Module) -> Any:
+    """Return the parameters and buffers that DistributedDataParallel leaves alone."""
+    return getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+
+
+def prepare_backward(model: Any, outputs: list[Any]) -> None:
+    """Let PyTorch's reducer expect another backward pass, as a forward pass does."""
+    model.reducer._rebuild_buckets()
+    model.reducer.prepare_for_backward(outputs)
+
+
+def is_mean_of_present(model: Any) -> bool:
+    """Return whether PyTorch averages over the ranks that have not ended, in `Join`."""
+    return bool(model._join_config.enable and not model._divide_by_initial_world_size)
+
+
+def has_group(group: Any) -> bool:
+    """Return whether a process group is in use."""
+    return group is not None and group in dist.distributed_c10d._world.pg_map
+
+
+def find_device(group: Any) -> str:
+    """Return where a small tensor for a group may be: NCCL has no memory of the CPU."""
+    return "cpu" if torch.device("cpu") in group._device_types else "cuda"
+
+
+def factor_of(op: Any) -> Any:
+    """Return the factor of PREMUL_SUM."""
+    return op.__getstate__()[1]
+
+
 def seconds_of(opts: Any, of_group: datetime.timedelta | None) -> float | None:
     """Return an operation's timeout in seconds; None for PyTorch's default.
 
@@ -83,10 +144,10 @@ def seconds_of(opts: Any, of_group: datetime.timedelta | None) -> float | None:
       opts: of the operation, or its timeout, or None.
       of_group: holds where `opts` has none.
     """
-    own = getattr(opts, "timeout", opts)
-    is_set = isinstance(own, datetime.timedelta) and own > datetime.timedelta()
-    found = own if is_set else of_group
-    return None if found in (None, DEFAULT_TIMEOUT) else found.total_seconds()
+    timeout = getattr(opts, "timeout", opts)
+    is_set = isinstance(timeout, datetime.timedelta) and timeout > datetime.timedelta()
+    timeout = timeout if is_set else of_group
+    return None if timeout in (None, DEFAULT_TIMEOUT) else timeout.total_seconds()
 
 
 def register(
