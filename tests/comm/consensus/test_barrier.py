@@ -22,7 +22,6 @@ from mpidist.comm.consensus.comparison import (
     SharedMemoryComparison,
 )
 from mpidist.comm.consensus.consensus import Consensus
-from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.consensus.waiting import Departures, WaitTimeoutError
 from mpidist.comm.shared_memory import node
 
@@ -172,8 +171,8 @@ def test_a_broken_strategy_writes_no_payload(comm, barrier):
     consensus.broken = "it was interrupted"
     for timeout in (None, 10.0):
         error = pytest.raises(mpidist.CollectiveError, match="was interrupted")
-        with error, consensus.lock:
-            consensus.exchange(CallSignature("step"), 1, pages, fill, timeout)
+        with error, consensus.call("step", timeout) as call:
+            call.exchange(pages, fill)
     assert [array.tolist() for array in own] == [[comm.rank] * 3] * 2
     consensus.close()
 
@@ -189,9 +188,10 @@ def test_what_filling_a_payload_raises_is_raised_on_all_ranks(comm, barrier):
         return False
 
     for timeout in (None, 1000.0):
-        with pytest.raises(ValueError, match="no number"), consensus.lock:
-            consensus.exchange(CallSignature("step"), 1, pages, fill, timeout)
-    consensus.sync_errors("a call", None)
+        error = pytest.raises(ValueError, match="no number")
+        with error, consensus.call("step", timeout) as call:
+            call.exchange(pages, fill)
+    consensus.require_same("a call")
     consensus.close()
 
 

@@ -67,7 +67,8 @@ def check_works(strategy):
 def test_equal_calls_pass(consensus):
     for timeout in (None, 60):
         consensus.require_same(step({"a": [1, 2]}, op="SUM"), timeout=timeout)
-    assert consensus.gather("ranks", consensus.rank) == list(range(consensus.size))
+    ranks = consensus.gather_objects("ranks", lambda: consensus.rank)
+    assert ranks == list(range(consensus.size))
 
 
 @pytest.mark.parametrize("culprit", [0, -1])
@@ -81,7 +82,7 @@ def test_one_ranks_error_is_raised_on_all(comm, consensus, culprit):
     if error is None:
         assert type(info.value.__cause__) is mpidist.RemoteError
         assert f"on rank {culprit}:\nKeyError: 'lost'" in str(info.value.__cause__)
-    assert consensus.gather("next", 1) == [1] * comm.size
+    assert consensus.gather_objects("next", lambda: 1) == [1] * comm.size
 
 
 def test_each_failed_rank_raises_its_own_error(comm, consensus):
@@ -109,10 +110,12 @@ def test_an_error_goes_before_a_difference(comm, consensus):
 
 
 def test_prepare_fails_where_the_others_meet_the_collective(comm, consensus):
-    with pytest.raises(ValueError, match="rank 0 cannot"):
-        consensus.guard("step", lambda: int("1" if comm.rank else "rank 0 cannot"))
-        consensus.require_same(CallSignature("step"))
-    assert consensus.guard("step", lambda: 1) == 1
+    with pytest.raises(ValueError, match="rank 0 cannot"), consensus.call("step") as it:
+        it.reserve(int, "1" if comm.rank else "rank 0 cannot")
+        it.agree()
+    with consensus.call("step") as it:
+        assert it.reserve(int, "1") == 1
+        it.agree()
 
 
 def test_other_operations_are_a_divergence_that_names_both(comm, consensus, several):
@@ -177,8 +180,8 @@ def test_what_root_only_raises_is_raised_on_all(comm, consensus, root):
 def test_values_that_cannot_be_gathered_are_an_error_on_all(comm, consensus, several):
     value = (lambda: 1) if comm.rank == several else 1
     with pytest.raises(UNPICKLABLE, match="pickle"):
-        consensus.gather("step", value)
-    assert consensus.gather("step", 1) == [1] * comm.size
+        consensus.gather_objects("step", lambda: value)
+    assert consensus.gather_objects("step", lambda: 1) == [1] * comm.size
 
 
 @contextlib.contextmanager
@@ -276,7 +279,7 @@ def test_messages_of_a_freed_communicator_mean_nothing_to_the_next(comm, several
         consensus = Consensus(comm.Dup())
         consensus.calls = waiting._COLLECT_CALLS  # so announcements are received
         consensus.wait(consensus.comm.Ibarrier(), None, "step")
-        consensus.sync_errors("step", None)  # looks for ranks that have left
+        consensus.require_same("step")  # looks for ranks that have left
         consensus.close()
         consensus.comm.Free()
 
@@ -424,10 +427,10 @@ class Held:
 @pytest.mark.parametrize(
     ("way", "failing"),
     [
-        ("run_in_scope", "one"),
-        ("guard", "all"),
-        pytest.param("run_in_scope", "all", marks=pytest.mark.slow),
-        pytest.param("guard", "one", marks=pytest.mark.slow),
+        ("run", "one"),
+        ("reserve", "all"),
+        pytest.param("run", "all", marks=pytest.mark.slow),
+        pytest.param("reserve", "one", marks=pytest.mark.slow),
     ],
 )
 def test_what_a_failed_function_held_is_freed_at_once(comm, consensus, way, failing):
@@ -443,9 +446,9 @@ def test_what_a_failed_function_held_is_freed_at_once(comm, consensus, way, fail
     gc.collect()
     gc.disable()
     try:
-        with contextlib.suppress(MemoryError):
-            getattr(consensus, way)("test", fail)
-            consensus.require_same(CallSignature("after"))
+        with contextlib.suppress(MemoryError), consensus.call("test") as it:
+            consensus.run("test", fail) if way == "run" else it.reserve(fail)
+            it.agree()
         assert held[0]() is None
     finally:
         gc.enable()

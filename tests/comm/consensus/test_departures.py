@@ -78,7 +78,7 @@ end()
 )
 
 
-AGREEING = "require_same compare exchange"
+AGREEING = "require_same agree exchange"
 MOVING = "allreduce_packed allreduce_sum"
 IN_BLOCKS = "_exchange share _wait"
 

@@ -122,7 +122,7 @@ def test_what_is_no_file_is_not_opened(comm, dumps, tmp_path, what, which):
     duplicate = comm.Dup()
     with pytest.warns(RuntimeWarning, match="are not recorded in MPIDIST_DUMPS"):
         consensus = Consensus(duplicate)
-    consensus.sync_errors("a call", None)
+    consensus.require_same("a call")
     consensus.close()
     duplicate.Free()
     assert target.read_text() == "precious"
@@ -139,7 +139,7 @@ def test_files_of_a_former_job_are_replaced(comm, dumps):
         kept.append(path.open())
     duplicate = comm.Dup()
     consensus = Consensus(duplicate)
-    consensus.sync_errors("a call", None)
+    consensus.require_same("a call")
     assert own_paths(dumps, consensus) == tuple(former)
     for path, file in zip(former, kept, strict=True):
         assert file.read() == "former"  # another process may still have it mapped

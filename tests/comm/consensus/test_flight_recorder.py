@@ -169,7 +169,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(comm, monkeypatch, tmp_pat
     duplicate = comm.Dup()
     with pytest.warns(RuntimeWarning, match="are not recorded in MPIDIST_DUMPS"):
         consensus = Consensus(duplicate)
-    consensus.sync_errors("a call", None)
+    consensus.require_same("a call")
     assert consensus.recorder.last().operation == "a call"
     consensus.close()
     duplicate.Free()

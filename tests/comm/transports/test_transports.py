@@ -164,7 +164,7 @@ def make_device_mpi(consensus):
 def make_nccl(consensus):
     if gpu_count() < consensus.size:
         pytest.skip("NCCL needs a GPU for each rank")
-    versions = consensus.gather("versions of NCCL", nccl_version())
+    versions = consensus.gather_objects("versions of NCCL", nccl_version)
     if not all(versions):
         pytest.skip("there is no NCCL")
     transport, reason = connect(consensus)
@@ -433,7 +433,7 @@ def test_a_rank_that_does_not_come_is_told_at_the_deadline(comm, method, kind):
         with pytest.raises(mpidist.DeadlineError, match="did not arrive"):
             calls[method]()
         with pytest.raises(mpidist.CollectiveError, match="any more"):
-            consensus.gather("next", 1)
+            consensus.gather_objects("next", lambda: 1)
     consensus.close()
     comm.Barrier()
 
