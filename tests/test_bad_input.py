@@ -1,7 +1,5 @@
 """What cannot be used is refused with an error that names it, on all ranks at once."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

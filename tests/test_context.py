@@ -1,7 +1,5 @@
 """Scopes, replica and cross-replica contexts, run and merge_call."""
 
-from __future__ import annotations
-
 import collections
 import concurrent.futures
 import threading

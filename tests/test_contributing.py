@@ -1,7 +1,5 @@
 """CONTRIBUTING.md: its examples are applied to a copy, and run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

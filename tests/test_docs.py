@@ -1,7 +1,5 @@
 """The manual: every public name has an example, and every example is true."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import inspect

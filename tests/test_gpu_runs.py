@@ -1,7 +1,5 @@
 """How what is measured on a GPU is cut into pieces: without a GPU."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

@@ -1,7 +1,5 @@
 """The scripts on the manual's pages, as they stand there, and its pictures."""
 
-from __future__ import annotations
-
 import difflib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """The job jobs/pca_hdf5.py against NumPy on the same rows, read by plain h5py."""
 
-from __future__ import annotations
-
 import re
 
 import h5py

@@ -1,7 +1,5 @@
 """The digits jobs, and the README's scripts."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

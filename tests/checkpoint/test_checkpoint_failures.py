@@ -1,7 +1,5 @@
 """Saving beside the work, and all that can go wrong: full disks, dead ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Two jobs and one folder of checkpoints: an error on all ranks, and nothing lost."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """CheckpointManager: which checkpoints are kept, which is the latest, what is left."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Large states under names that HDF5's virtual datasets would read in another way."""
 
-from __future__ import annotations
-
 import os
 
 import h5py

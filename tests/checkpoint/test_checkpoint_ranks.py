@@ -1,7 +1,5 @@
 """What some ranks save other numbers of ranks restore; large arrays lie in shards."""
 
-from __future__ import annotations
-
 import contextlib
 
 import h5py

@@ -1,7 +1,5 @@
 """What code written for tf.train.Checkpoint and its manager calls."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The lines at the start of a job."""
 
-from __future__ import annotations
-
 import sys
 
 import h5py

@@ -1,7 +1,5 @@
 """CrossDeviceOps and its subclasses; NumPy is the oracle."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

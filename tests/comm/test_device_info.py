@@ -1,7 +1,5 @@
 """Whether MPI takes addresses of GPUs: asked, tried elsewhere, kept, overridden."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Gradients that are reduced while others are computed, and what goes wrong there."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

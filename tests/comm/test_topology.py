@@ -1,7 +1,5 @@
 """Which ranks share a node, and what a strategy does over several."""
 
-from __future__ import annotations
-
 import gc
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Zip, enumerate, unbatch, filter, interleave and reduce, against plain lists."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 

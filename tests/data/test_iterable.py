@@ -1,7 +1,5 @@
 """Datasets that can only be read in order, in one process, against plain lists."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 

@@ -1,7 +1,5 @@
 """Maps in several threads: the same elements in the same order, and no thread left."""
 
-from __future__ import annotations
-
 import functools
 import os
 import threading

@@ -1,7 +1,5 @@
 """Generators and mapped functions may reuse their arrays: each element is its own."""
 
-from __future__ import annotations
-
 import sys
 import threading
 

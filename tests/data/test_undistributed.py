@@ -1,7 +1,5 @@
 """Datasets that every rank of a job goes through: a warning, unless that is meant."""
 
-from __future__ import annotations
-
 import pytest
 
 SCRIPT = """

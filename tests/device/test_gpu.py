@@ -3,8 +3,6 @@
 On a machine with one GPU the ranks share it.
 """
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Gradients of the mean over the rows of all replicas, against JAX in one process."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

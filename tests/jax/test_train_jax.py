@@ -1,7 +1,5 @@
 """The JAX jobs: the same on any number of ranks, resumed exactly, ten lines more."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

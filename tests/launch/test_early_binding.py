@@ -1,7 +1,5 @@
 """On which GPUs a process makes CUDA contexts, and when."""
 
-from __future__ import annotations
-
 import pytest
 
 from mpidist.device.binding import gpu_count

@@ -1,7 +1,5 @@
 """How jobs start and end: launch checks, uncaught exceptions, what import costs."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

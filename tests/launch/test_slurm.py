@@ -1,7 +1,5 @@
 """Jobs under a real Slurm: launchers, the scripts in jobs/, signals, pre-emption."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

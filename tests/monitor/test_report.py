@@ -1,7 +1,5 @@
 """The report: right numbers, and a page that can be read."""
 
-from __future__ import annotations
-
 import gzip
 import html
 import json

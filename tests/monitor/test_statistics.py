@@ -1,7 +1,5 @@
 """Where the time goes, in numbers: counted once each, exact where they are counts."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """Timelines: whole, on one clock, and harmless."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Ranks that wait for each other in different communicators are told at once."""
 
-from __future__ import annotations
-
 import pytest
 
 PROLOGUE = """

@@ -1,7 +1,5 @@
 """Ranks that die: where MPI can, the others go on without them."""
 
-from __future__ import annotations
-
 import mmap
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A program that calls MPI.Finalize itself ends as one that does not."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

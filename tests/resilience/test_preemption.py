@@ -1,7 +1,5 @@
 """Jobs that are about to be ended save the same step on all ranks, and exit."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

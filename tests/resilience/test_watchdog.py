@@ -1,7 +1,5 @@
 """The watchdog: slow ranks are named, and jobs that would hang end."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """Statistics of all ranks' rows: NumPy and SciPy's definitions are the oracle."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

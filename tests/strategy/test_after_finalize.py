@@ -1,7 +1,5 @@
 """After a strategy or MPI was finalized, all that communicates raises ContextError."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows that all ranks write, against NumPy and plain h5py."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

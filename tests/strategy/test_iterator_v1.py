@@ -1,7 +1,5 @@
 """TensorFlow 1's iterators, and asking for a batch that may not be there."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 

@@ -1,7 +1,5 @@
 """TensorFlow 1's methods that scripts of the time call, and sparse values in gather."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import scipy.sparse

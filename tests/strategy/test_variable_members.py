@@ -1,7 +1,5 @@
 """What tf.Variable has besides values and assignments; NumPy is the oracle."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 

@@ -1,7 +1,5 @@
 """Parts of variables: arrays like any other, and assigned by `w[...].assign`."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

@@ -1,7 +1,5 @@
 """The tables of ON_WRITE and ON_READ variables; NumPy is the oracle."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Scatters, copies and the audit of variables; NumPy is the oracle."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import tracemalloc

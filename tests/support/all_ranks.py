@@ -1,7 +1,5 @@
 """What all ranks got of a distributed dataset, for tests to compare."""
 
-from __future__ import annotations
-
 
 def local(strategy, value):
     """This rank's component."""

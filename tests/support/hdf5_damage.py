@@ -1,7 +1,5 @@
 """Damage to HDF5 files, and what must hold when replicas meet it."""
 
-from __future__ import annotations
-
 import re
 import struct
 import zlib

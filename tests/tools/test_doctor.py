@@ -1,7 +1,5 @@
 """`python -m mpidist doctor`, run for real, on places that are made bad for it."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """Measured tables of transports: written, found, obeyed, and refused where broken."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

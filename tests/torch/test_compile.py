@@ -1,7 +1,5 @@
 """DistributedDataParallel and SyncBatchNorm with torch.compile."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

@@ -1,7 +1,5 @@
 """DistributedDataParallel, beside the same model on one process with all rows."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import copy

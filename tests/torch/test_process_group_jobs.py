@@ -1,7 +1,5 @@
 """Jobs that start and end `torch.distributed` over MPI, in all ways."""
 
-from __future__ import annotations
-
 import textwrap
 
 import pytest

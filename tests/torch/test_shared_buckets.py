@@ -1,7 +1,5 @@
 """Large gradients, which all ranks of a node add up where they lie."""
 
-from __future__ import annotations
-
 import copy
 import gc
 

@@ -1,7 +1,5 @@
 """Batches as tensors, and datasets of PyTorch as rows."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

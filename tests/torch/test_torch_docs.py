@@ -1,7 +1,5 @@
 """Every public name of mpidist.torch has an example, which is true."""
 
-from __future__ import annotations
-
 import doctests
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The jobs that train a network of PyTorch, and the benchmark beside torch's DDP."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

@@ -1,7 +1,5 @@
 """What users do with DistributedDataParallel, beside one process with all rows."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import warnings

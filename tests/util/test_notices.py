@@ -1,7 +1,5 @@
 """What only informs never hurts a job: stderr that fails, warnings that are errors."""
 
-from __future__ import annotations
-
 import shlex
 import socket
 import sys

@@ -1,7 +1,5 @@
 """What holds for every collective: on its first call, and on those that repeat it."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import resource

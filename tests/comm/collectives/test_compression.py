@@ -1,7 +1,5 @@
 """Numbers that travel as float16 or bfloat16, and sums whose every bit is known."""
 
-from __future__ import annotations
-
 import functools
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """reduce_scatter and all_to_all, with NumPy as the oracle."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

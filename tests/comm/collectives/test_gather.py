@@ -1,7 +1,5 @@
 """strategy.gather and ReplicaContext.all_gather, with numpy.concatenate as oracle."""
 
-from __future__ import annotations
-
 import collections
 import functools
 

@@ -1,7 +1,5 @@
 """Reductions of IndexedSlices: rows of all replicas, one behind the other."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """broadcast, broadcast_object, gather_objects and barrier."""
 
-from __future__ import annotations
-
 import array
 import collections
 import enum

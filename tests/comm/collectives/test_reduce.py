@@ -1,7 +1,5 @@
 """strategy.reduce and ReplicaContext.all_reduce, with NumPy as the oracle."""
 
-from __future__ import annotations
-
 import collections
 import functools
 

@@ -1,7 +1,5 @@
 """MIN, MAX and PRODUCT, with NumPy as the oracle."""
 
-from __future__ import annotations
-
 import functools
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """NodeBarrier: what ranks write before it, all ranks of the node read after it."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading

@@ -1,7 +1,5 @@
 """All ranks fail together: Consensus, and the collectives that are built on it."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """Ranks that leave a collective by an exception of their own, and forked processes."""
 
-from __future__ import annotations
-
 import re
 import time
 

@@ -1,7 +1,5 @@
 """The files of the flight recorder: bounded, safe to open, and harmless when full."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

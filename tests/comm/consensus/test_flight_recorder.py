@@ -1,7 +1,5 @@
 """The flight recorder, and what `python -m mpidist diff` makes of its dumps."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Symmetric arrays: made alike on all ranks, recognized, reduced in place, freed."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

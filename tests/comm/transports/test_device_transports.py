@@ -3,8 +3,6 @@
 CuPy is replaced by as much of it as is called.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import types

@@ -1,7 +1,5 @@
 """The contract of all transports, on the host and on GPUs, with NumPy as the oracle."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import math

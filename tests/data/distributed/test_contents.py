@@ -1,7 +1,5 @@
 """Ranks that pass unlike arrays in memory learn of it when they distribute them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Datasets divided over replicas: every row once, in one order, for any number."""
 
-from __future__ import annotations
-
 import itertools
 
 import h5py

@@ -1,7 +1,5 @@
 """What one rank raises before ranks exchange anything is raised on all of them."""
 
-from __future__ import annotations
-
 import collections
 
 import numpy as np

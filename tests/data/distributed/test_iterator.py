@@ -1,7 +1,5 @@
 """Iterating over divided datasets: threads that end, failures alike on all ranks."""
 
-from __future__ import annotations
-
 import threading
 
 import h5py

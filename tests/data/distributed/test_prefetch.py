@@ -1,7 +1,5 @@
 """Divided datasets whose batches go to a device: of threads here, or a GPU."""
 
-from __future__ import annotations
-
 import gc
 import threading
 

@@ -1,7 +1,5 @@
 """Who reads what: slices of batches, whole files, or everything."""
 
-from __future__ import annotations
-
 import itertools
 
 import h5py

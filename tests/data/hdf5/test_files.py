@@ -1,7 +1,5 @@
 """The bytes of a file: any rows, few calls, changes, and errors of the disk."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

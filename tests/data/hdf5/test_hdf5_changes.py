@@ -1,7 +1,5 @@
 """HDF5 files that change while they are read: right rows, or an error on all ranks."""
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle

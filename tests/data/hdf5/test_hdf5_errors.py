@@ -1,7 +1,5 @@
 """HDF5 files that are missing, unlike or damaged: an error on all ranks alike."""
 
-from __future__ import annotations
-
 import os
 import re
 import struct

@@ -4,8 +4,6 @@ Bytes of superblocks, object headers, links, heaps and chunk indexes are changed
 random; bytes of rows are not, which a file has no checksum of.
 """
 
-from __future__ import annotations
-
 import h5py
 import numpy as np
 import pytest

@@ -3,8 +3,6 @@
 Opening a FIFO waits for a writer, so all of that is done in a job of its own.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

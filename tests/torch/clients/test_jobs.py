@@ -1,7 +1,5 @@
 """Whole jobs: checkpoints between numbers of ranks, and failures of one rank."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("torch")

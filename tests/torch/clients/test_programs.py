@@ -4,8 +4,6 @@ The port of each is made here, line by line: at any number of ranks it gives the
 that the program itself gives in one process.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re
