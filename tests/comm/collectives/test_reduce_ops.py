@@ -5,6 +5,7 @@ import functools
 import ml_dtypes
 import numpy as np
 import pytest
+from collective_calls import in_replica
 
 import mpidist
 from mpidist import CommunicationOptions
@@ -27,18 +28,11 @@ def parts(strategy, shape, dtype="f8"):
     return [part(rank, shape, dtype) for rank in range(strategy.num_replicas_in_sync)]
 
 
-def all_reduce(strategy, reduce_op, value, options=None):
-    def fn():
-        return mpidist.get_replica_context().all_reduce(reduce_op, value, options)
-
-    return strategy.experimental_local_results(strategy.run(fn))[0]
-
-
 @pytest.fixture(params=["reduce", "all_reduce"])
 def reduce(request, strategy):
     if request.param == "reduce":
         return strategy.reduce
-    return functools.partial(all_reduce, strategy)
+    return functools.partial(in_replica, strategy, "all_reduce")
 
 
 def check(result, expected):
@@ -81,7 +75,7 @@ def test_nests_by_every_way(strategy, comm, op, size, options):
         one = part(rank, size)
         return {"a": one, "b": [one.astype("i8")[::2], float(rank + 1)], "c": one[:0]}
 
-    result = all_reduce(strategy, op, value(comm.rank), options)
+    result = in_replica(strategy, "all_reduce", op, value(comm.rank), options)
     everyone = [value(rank) for rank in range(comm.size)]
     combine = functools.partial(functools.reduce, UFUNCS[op])
     check(result["a"], combine([v["a"] for v in everyone]))

@@ -12,6 +12,7 @@ import weakref
 import launching
 import numpy as np
 import pytest
+from all_ranks import require_usable
 
 import mpidist
 from mpidist.comm.consensus import waiting
@@ -55,11 +56,6 @@ def call(strategy, name, *args):
     if not name.startswith("all_"):
         return getattr(strategy, name)(*args)
     return strategy.run(lambda: getattr(mpidist.get_replica_context(), name)(*args))
-
-
-def check_works(strategy):
-    n, rank = strategy.num_replicas_in_sync, strategy.extended.replica_id
-    assert strategy.reduce("SUM", rank + 1) == n * (n + 1) // 2
 
 
 def test_equal_calls_pass(consensus):
@@ -320,7 +316,7 @@ def test_a_replica_that_misses_a_deadline_ends_the_strategy(
         with pytest.raises(mpidist.CollectiveError, match=f"any more: .* {late}"):
             abandoned.reduce("SUM", 1)
     abandoned.extended.consensus.close()
-    check_works(strategy)
+    require_usable(strategy)
 
 
 ONE = np.ones((2, 3))
@@ -354,7 +350,7 @@ def test_one_bad_argument_is_an_error_on_all(comm, strategy, name, args, error, 
         call(strategy, name, *(args if comm.rank == last else GOOD[name]))
     assert type(info.value) is error
     assert comm.size == 1 or info.value.origin_rank == last
-    check_works(strategy)
+    require_usable(strategy)
 
 
 UNLIKE = [
@@ -371,7 +367,7 @@ def test_unlike_arguments(comm, strategy, several, name, args, match):
     match = match.format(others=all_but_last(comm), last=f"rank {several}")
     with pytest.raises(mpidist.MismatchError, match=f"{name}: .* differ: {match}$"):
         call(strategy, name, *(args if comm.rank == several else GOOD[name]))
-    check_works(strategy)
+    require_usable(strategy)
 
 
 PAIRS = [("reduce", "gather"), ("all_reduce", "all_gather"), ("reduce", "all_reduce")]
@@ -384,7 +380,7 @@ def test_another_collective_on_one_replica(comm, strategy, several, usual, other
         call(strategy, name, *GOOD[name])
     assert re.search(f"{usual} at .* on {all_but_last(comm)}", str(info.value))
     assert re.search(f"{other} at .* on rank {several}", str(info.value))
-    check_works(strategy)
+    require_usable(strategy)
 
 
 @pytest.mark.parametrize("method", ["all_reduce", "all_gather"])
@@ -399,7 +395,7 @@ def test_an_exception_in_one_replica_ends_run_on_all(comm, strategy, method, tim
     with pytest.raises(ZeroDivisionError, match="in replica") as info:
         strategy.run(fn)
     assert comm.size == 1 or info.value.origin_rank == comm.size - 1
-    check_works(strategy)
+    require_usable(strategy)
 
 
 @pytest.mark.parametrize("field", ["bytes_per_pack", "timeout_seconds"])
@@ -408,14 +404,14 @@ def test_options_that_differ(comm, strategy, several, field):
     options = mpidist.CommunicationOptions(**fields)
     with pytest.raises(mpidist.MismatchError, match=field):
         call(strategy, "all_reduce", "SUM", [1, 2], options)
-    check_works(strategy)
+    require_usable(strategy)
 
 
 @pytest.mark.parametrize("args", [{}, None, 1])
 def test_bad_args_of_run_on_one_replica_are_an_error_on_all(comm, strategy, args):
     with pytest.raises(mpidist.ArgumentError, match=f"args .* not {args}"):
         strategy.run(lambda *_: None, args if comm.rank == comm.size - 1 else ())
-    check_works(strategy)
+    require_usable(strategy)
 
 
 class Held:

@@ -51,11 +51,8 @@ def dumps(comm, monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def consensus(comm, dumps):
-    consensus = Consensus(comm.Dup())
-    yield consensus
-    consensus.close()
-    consensus.comm.Free()
+def consensus(dumps, consensus):
+    return consensus
 
 
 def own_paths(folder, consensus):

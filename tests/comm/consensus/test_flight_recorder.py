@@ -48,14 +48,6 @@ class DamagedError(Exception):
     """A damaged dump was refused, by its name."""
 
 
-@pytest.fixture
-def consensus(comm):
-    consensus = Consensus(comm.Dup())
-    yield consensus
-    consensus.close()
-    consensus.comm.Free()
-
-
 def here():
     """Return the file and the line of the caller."""
     frame = sys._getframe(1)

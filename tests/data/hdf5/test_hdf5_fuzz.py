@@ -7,7 +7,8 @@ random; bytes of rows are not, which a file has no checksum of.
 import h5py
 import numpy as np
 import pytest
-from hdf5_damage import divide, mine, numbered, on_root, require_usable, slice_of
+from all_ranks import local
+from hdf5_damage import divide, numbered, on_root, require_usable, slice_of
 
 from mpidist import DataError, Dataset
 
@@ -100,7 +101,7 @@ def test_damaged_metadata(strategy, comm, mpi_tmp_path, layout, libver):
         try:
             iterator = iter(divide(strategy, Dataset.from_hdf5(path, "g/x"), ROWS))
             batch = next(iterator, None)
-            found = b"" if batch is None else mine(strategy, batch).tobytes()
+            found = b"" if batch is None else local(strategy, batch).tobytes()
         except DataError as caught:
             error = caught
             assert str(path) in str(error)
