@@ -289,6 +289,22 @@ def strategy(comm: MPI.Intracomm) -> Iterator[mpidist.MirroredStrategy]:
 
 
 @pytest.fixture
+def make_strategy(
+    comm: MPI.Intracomm,
+) -> Iterator[Callable[..., mpidist.MirroredStrategy]]:
+    """A function that makes strategies over all ranks for one test."""
+    made = []
+
+    def make(*arguments: Any, **options: Any) -> mpidist.MirroredStrategy:
+        made.append(mpidist.MirroredStrategy(*arguments, communicator=comm, **options))
+        return made[-1]
+
+    yield make
+    for strategy in reversed(made):
+        strategy.experimental_finalize()
+
+
+@pytest.fixture
 def read_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """No read is so short that it is not left to a thread, but the first."""
     monkeypatch.setattr(prefetch, "_SHORT_SECONDS", -1.0)

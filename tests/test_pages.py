@@ -101,12 +101,8 @@ def test_fitting(comm, capsys):
 
 
 def test_there_are_failures_on_the_page():
-    assert [name for name, *_ in FAILURES] == [
-        "diverge.py",
-        "shapes.py",
-        "replica.py",
-        "file.py",
-    ]
+    names = [name for name, *_ in FAILURES]
+    assert names == ["diverge.py", "shapes.py", "replica.py", "file.py"]
 
 
 @pytest.mark.parametrize(("name", "script", "expected"), FAILURES)

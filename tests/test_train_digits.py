@@ -10,6 +10,7 @@ import h5py
 import launching
 import numpy as np
 import pytest
+from all_ranks import on_root
 
 ROOT = Path(__file__).parents[1]
 JOBS = ROOT / "jobs"
@@ -158,9 +159,7 @@ def test_files_that_exist_are_not_written_again(job, comm, strategy, mpi_tmp_pat
 def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(
     job, comm, strategy, mpi_tmp_path
 ):
-    if comm.rank == 0:
-        (mpi_tmp_path / "file").touch()
-    comm.Barrier()
+    on_root(comm, (mpi_tmp_path / "file").touch)
     with pytest.raises(OSError, match="file"):
         job.read(strategy, options_of(job, mpi_tmp_path / "file" / "data"))
     assert [path.name for path in mpi_tmp_path.iterdir()] == ["file"]

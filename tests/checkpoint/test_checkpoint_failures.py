@@ -9,6 +9,7 @@ import threading
 
 import numpy as np
 import pytest
+from all_ranks import on_root
 
 import mpidist
 from mpidist import CheckpointError
@@ -82,7 +83,6 @@ def test_what_is_saved_is_what_was_there_at_save(strategy, comm, mpi_tmp_path, h
     assert manager.latest_checkpoint == path
     manager.checkpoint.restore(path)
     require(manager, 1)
-    comm.Barrier()
 
 
 def test_the_memory_of_copies_is_used_again(strategy, comm, mpi_tmp_path):
@@ -108,7 +108,6 @@ def test_saves_restores_and_the_strategys_end_wait(strategy, comm, mpi_tmp_path)
     strategy.experimental_finalize()
     assert not list(mpi_tmp_path.glob("*.tmp"))
     assert mpidist.latest_checkpoint(mpi_tmp_path).endswith("ckpt-4.h5")
-    comm.Barrier()
 
 
 def test_the_with_block_waits(strategy, comm, mpi_tmp_path):
@@ -122,7 +121,6 @@ def test_the_with_block_waits(strategy, comm, mpi_tmp_path):
             raise KeyError("the reason")
         strategy.reduce("SUM", np.ones(1))
     assert mpidist.latest_checkpoint(mpi_tmp_path) == path
-    comm.Barrier()
 
 
 @pytest.mark.parametrize("rank", ["first", "last"])
@@ -150,7 +148,6 @@ def test_a_file_that_cannot_be_written(
     manager.wait()
     manager.restore_or_initialize()
     require(manager, 3)
-    comm.Barrier()
 
 
 def test_the_next_save_tells_of_the_last_one(strategy, comm, mpi_tmp_path):
@@ -202,17 +199,11 @@ def test_a_folder_without_permission(strategy, comm, mpi_tmp_path):
     manager = make(strategy, mpi_tmp_path)
     save(manager, 1)
     manager.wait()
-    comm.Barrier()
-    if comm.rank == 0:
-        mpi_tmp_path.chmod(0o555)
-    comm.Barrier()
+    on_root(comm, mpi_tmp_path.chmod, 0o555)
     with pytest.raises(CheckpointError, match="Permission denied"):
         save(manager, 2)
         manager.wait()
-    comm.Barrier()
-    if comm.rank == 0:
-        mpi_tmp_path.chmod(0o755)
-    comm.Barrier()
+    on_root(comm, mpi_tmp_path.chmod, 0o755)
     manager.restore_or_initialize()
     require(manager, 1)
 
@@ -313,9 +304,8 @@ def test_an_error_at_the_end_of_the_program_is_told(comm, mpirun, mpi_tmp_path):
     assert not list(mpi_tmp_path.glob("*.h5"))
 
 
+@pytest.mark.mpi(min_size=2)
 def test_nobody_waits_for_a_rank_that_does_not_save(strategy, comm, mpi_tmp_path):
-    if comm.size == 1:
-        pytest.skip("one rank is all")
     manager = make(strategy, mpi_tmp_path)
     save(manager, 1)
     with pytest.raises(mpidist.DivergenceError):
@@ -325,4 +315,3 @@ def test_nobody_waits_for_a_rank_that_does_not_save(strategy, comm, mpi_tmp_path
             strategy.reduce("SUM", np.ones(1))
     manager.wait()
     assert manager.latest_checkpoint.endswith("ckpt-1.h5")
-    comm.Barrier()

@@ -31,12 +31,11 @@ def test_it_says_what_the_job_runs_on(comm, strategy):
         assert name in line or name not in ("shared", "hierarchical")
 
 
-def test_it_counts_nodes(comm, monkeypatch):
+def test_it_counts_nodes(comm, monkeypatch, make_strategy):
     monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", "1")
-    strategy = mpidist.MirroredStrategy(["CPU:0"], communicator=comm)
+    strategy = make_strategy(["CPU:0"])
     nodes = f"on {comm.size} node{'s' if comm.size > 1 else ''};"
     assert nodes in banner(strategy.extended)
-    strategy.experimental_finalize()
 
 
 def test_it_says_what_happens_if_a_rank_dies(strategy, monkeypatch):

@@ -372,7 +372,6 @@ def test_a_checkpoint_and_a_folder_do(comm, handle):
     v, again = handle()
     assert (int(v.numpy()), again.total_run_calls) == (4, 4)
     assert mpidist.latest_checkpoint(handle.folder) is not None
-    comm.Barrier()
 
 
 def test_a_checkpoint_and_a_folder_with_a_save_fn(comm, strategy, handle):
@@ -392,7 +391,6 @@ def test_a_checkpoint_and_a_folder_with_a_save_fn(comm, strategy, handle):
     comm.Barrier()
     v, _ = handle(save_fn=save)
     assert int(v.numpy()) == 3
-    comm.Barrier()
 
 
 def test_the_arguments_of_a_handler(comm, strategy, tmp_path):

@@ -39,3 +39,11 @@ def rows_in_order(strategy, comm, batches):
 def local_rows(strategy, batches):
     """This rank's rows of every batch, as lists."""
     return [part.tolist() for part in mine(strategy, batches)]
+
+
+def on_root(comm, function, *arguments):
+    """Call a function on one rank while the others wait."""
+    comm.Barrier()
+    if comm.rank == 0:
+        function(*arguments)
+    comm.Barrier()

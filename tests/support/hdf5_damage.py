@@ -7,7 +7,7 @@ import zlib
 import h5py
 import numpy as np
 import pytest
-from all_ranks import local, require_usable
+from all_ranks import local, on_root, require_usable
 from hdf5_files import Recipe, require_same
 
 from mpidist import DataError, Dataset, InputOptions
@@ -25,14 +25,6 @@ def write(path, /, **datasets):
     with h5py.File(path, "w") as file:
         for name, data in datasets.items():
             file[name] = data
-
-
-def on_root(comm, function, *arguments):
-    """Call a function on one rank while the others wait."""
-    comm.Barrier()
-    if comm.rank == 0:
-        function(*arguments)
-    comm.Barrier()
 
 
 def divide(strategy, dataset, batch_size, depth=0):

@@ -315,9 +315,8 @@ def test_rows_that_the_user_counts(strategy):
             model.set_rows(wrong)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_another_call_meanwhile_is_an_error_that_names_both(strategy):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("of several ranks")
     model = wrap(network(), strategy)
     _, mine = rows_of(strategy, 8)
     with pytest.raises(
@@ -354,9 +353,8 @@ def test_buffers_follow_rank_0(strategy, broadcasts):
     assert torch.equal(norm.num_batches_tracked, torch.tensor(2))
 
 
+@pytest.mark.mpi(min_size=2)
 def test_models_that_differ_are_an_error_on_all_ranks(strategy):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("of several ranks")
     is_first = strategy.extended.replica_id == 0
     renamed = network()
     renamed.register_parameter("other", nn.Parameter(torch.zeros(1)))
@@ -574,9 +572,8 @@ def test_ranks_with_unlike_numbers_of_batches_join(strategy, counts, divides):
     assert everyone_equal(strategy, state)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_early_termination_is_an_error_if_asked_for(strategy):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("of several ranks")
     model = wrap(network(), strategy)
     own = batches_of(strategy, (2, 1))[strategy.extended.replica_id]
     with (
@@ -875,9 +872,8 @@ def test_a_default_group_of_another_backend_is_not_used(strategy, comm, tmp_path
     assert_like_alone(model, alone)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_group_that_one_rank_has_ended_is_an_error_on_all(strategy):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("of several ranks")
     wrap(network(), strategy)
     if strategy.extended.replica_id == 0:
         dist.destroy_process_group()

@@ -115,9 +115,8 @@ def test_two_models_with_a_shared_part(strategy):
         assert_same_gradients(m, other)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_models_in_another_order_on_a_rank_are_an_error(strategy):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("needs ranks that can differ")
     models = [wrap(network(), strategy) for _ in range(2)]
     _, (x, y) = rows_of(strategy)
     first = models[strategy.extended.replica_id % 2]
@@ -319,9 +318,8 @@ def test_the_jacobian_of_a_wrapped_model(strategy):
     assert_same_gradients(model, alone)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_penalty_through_synchronised_batch_norm_is_refused(strategy):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("BatchNorm itself then")
     module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     model = wrap(convert_sync_batchnorm(module, strategy), strategy)
     x = rows_of(strategy, 4 * strategy.num_replicas_in_sync)[1][0].requires_grad_()

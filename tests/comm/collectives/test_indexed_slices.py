@@ -113,9 +113,8 @@ def test_bad_slices_are_an_error_on_all(strategy, comm, bad, kind, message):
     assert strategy.reduce("SUM", good).values.shape == (2 * comm.size, 2)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_another_kind_on_one_rank_is_an_error_on_all(strategy, comm):
-    if comm.size == 1:
-        pytest.skip("needs two ranks")
     with pytest.raises(mpidist.CollectiveError, match="IndexedSlices"):
         strategy.reduce("SUM", rows_of(0) if comm.rank else np.ones((9, 2)))
 

@@ -509,19 +509,16 @@ def test_a_sum_of_integer_numbers_that_does_not_fit_is_an_error(strategy, number
 
 
 @pytest.mark.parametrize("name", ["ReductionToOneDevice", "HierarchicalCopyAllReduce"])
-def test_sums_of_integers_by_other_ops_are_checked(comm, name):
-    strategy = mpidist.MirroredStrategy(
-        communicator=comm, cross_device_ops=getattr(mpidist, name)()
-    )
+def test_sums_of_integers_by_other_ops_are_checked(comm, name, make_strategy):
+    strategy = make_strategy(cross_device_ops=getattr(mpidist, name)())
     value = np.array([np.iinfo("i8").max, 1])
     if comm.size > 1:
         with pytest.raises(mpidist.ArgumentError, match="does not fit int64"):
             strategy.reduce("SUM", value)
     check(strategy.reduce("SUM", value[1:]), np.array([comm.size]))
-    strategy.experimental_finalize()
 
 
-def test_an_accumulation_function_gets_no_other_arrays(comm):
+def test_an_accumulation_function_gets_no_other_arrays(make_strategy):
     shapes = []
 
     def accumulate(values):
@@ -529,11 +526,10 @@ def test_an_accumulation_function_gets_no_other_arrays(comm):
         return np.max(values, axis=0)
 
     ops = mpidist.ReductionToOneDevice(accumulation_fn=accumulate)
-    strategy = mpidist.MirroredStrategy(communicator=comm, cross_device_ops=ops)
+    strategy = make_strategy(cross_device_ops=ops)
     value = np.full(3, np.iinfo("i8").max)
     check(strategy.reduce("SUM", value), value)
     assert set(shapes) <= {(3,)}
-    strategy.experimental_finalize()
 
 
 def test_a_nest_that_one_rank_cannot_read_is_an_error_on_all(strategy, comm):

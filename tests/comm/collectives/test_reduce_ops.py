@@ -170,9 +170,8 @@ def test_a_product_of_complex_numbers(reduce, comm):
     assert np.allclose(reduce("PRODUCT", np.full(2, 1 + 1j)), expected)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_another_operation_elsewhere_is_an_error_on_all(strategy, comm):
-    if comm.size == 1:
-        pytest.skip("needs two ranks")
     with pytest.raises(mpidist.MismatchError, match="reduce_op is MAX on rank 0"):
         strategy.reduce("MAX" if comm.rank == 0 else "MIN", 1.0)
 
@@ -198,18 +197,16 @@ class Same(mpidist.CrossDeviceOps):
 )
 @pytest.mark.parametrize("op", UFUNCS)
 @pytest.mark.parametrize("size", [3, 200_000])
-def test_cross_device_ops(comm, make, op, size):
-    strategy = mpidist.MirroredStrategy(cross_device_ops=make(), communicator=comm)
+def test_cross_device_ops(comm, make, op, size, make_strategy):
+    strategy = make_strategy(cross_device_ops=make())
     mine = parts(strategy, size)
     check(strategy.reduce(op, mine[comm.rank]), functools.reduce(UFUNCS[op], mine))
     result = strategy.reduce(op, mine[comm.rank][:3], axis=0)
     check(result, UFUNCS[op].reduce(np.concatenate([a[:3] for a in mine])))
-    strategy.experimental_finalize()
 
 
-def test_an_accumulation_function_is_for_sums(comm):
+def test_an_accumulation_function_is_for_sums(make_strategy):
     ops = mpidist.ReductionToOneDevice(accumulation_fn=lambda arrays: arrays[0])
-    strategy = mpidist.MirroredStrategy(cross_device_ops=ops, communicator=comm)
+    strategy = make_strategy(cross_device_ops=ops)
     with pytest.raises(mpidist.ArgumentError, match="accumulation_fn"):
         strategy.reduce("MAX", 1.0)
-    strategy.experimental_finalize()

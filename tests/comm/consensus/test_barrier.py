@@ -152,10 +152,9 @@ def test_the_rank_that_arrives_last_at_the_barrier(comm, barrier):
             assert barrier.late != comm.rank
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_broken_strategy_writes_no_payload(comm, barrier):
     """Others may still read what this rank has told them before it broke off."""
-    if comm.size == 1:
-        pytest.skip("one rank tells nobody")
     consensus = Consensus(comm, SharedMemoryComparison(barrier, 64))
     pages = consensus.comparison.pages([(np.dtype("f8"), (3,))])
     own = [page[0] for page in pages.own]
@@ -175,9 +174,8 @@ def test_a_broken_strategy_writes_no_payload(comm, barrier):
     consensus.close()
 
 
+@pytest.mark.mpi(min_size=2)
 def test_what_filling_a_payload_raises_is_raised_on_all_ranks(comm, barrier):
-    if comm.size == 1:
-        pytest.skip("one rank tells nobody")
     consensus = Consensus(comm, SharedMemoryComparison(barrier, 64))
     pages = consensus.comparison.pages([(np.dtype("f8"), ())])
 

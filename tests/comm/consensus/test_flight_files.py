@@ -146,8 +146,8 @@ def test_files_of_a_former_job_are_replaced(comm, dumps):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_each_step_of_a_dataset_is_no_new_kind_of_call(comm, dumps):
-    strategy = mpidist.MirroredStrategy(["CPU:0"], communicator=comm)
+def test_each_step_of_a_dataset_is_no_new_kind_of_call(dumps, make_strategy):
+    strategy = make_strategy(["CPU:0"])
     recorder = strategy.extended.consensus.recorder
     _, text = own_paths(dumps, strategy.extended.consensus)
     sizes = []
@@ -160,13 +160,12 @@ def test_each_step_of_a_dataset_is_no_new_kind_of_call(comm, dumps):
                 sizes.append((len(recorder._kinds), text.stat().st_size))
     assert sizes[1] == sizes[0]
     assert sizes[3] == sizes[2]
-    strategy.experimental_finalize()
 
 
 @pytest.mark.mpi(min_size=2)
-def test_the_step_is_in_the_dump(comm, dumps):
+def test_the_step_is_in_the_dump(comm, dumps, make_strategy):
     """It is what tells ranks apart that are in the same line of the program."""
-    strategy = mpidist.MirroredStrategy(["CPU:0"], communicator=comm)
+    strategy = make_strategy(["CPU:0"])
     rows = mpidist.Dataset.from_generator(lambda: iter(range(6))).batch(2)
     for _ in strategy.experimental_distribute_dataset(rows):
         pass
@@ -176,7 +175,6 @@ def test_the_step_is_in_the_dump(comm, dumps):
     for step in range(4):
         assert sum(f"step {step}" in text for text in texts) == 1
     comm.Barrier()
-    strategy.experimental_finalize()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -201,19 +199,17 @@ def test_the_text_is_bounded_for_any_program(comm, dumps, consensus, monkeypatch
     assert compare(read_flights([dumps]))[1]
     comm.Barrier()
     assert len(list(dumps.iterdir())) == 2 * comm.size
-    comm.Barrier()
 
 
 @pytest.mark.mpi(min_size=2)
-def test_the_text_of_one_call_is_bounded(comm, dumps):
-    strategy = mpidist.MirroredStrategy(["CPU:0"], communicator=comm)
+def test_the_text_of_one_call_is_bounded(dumps, make_strategy):
+    strategy = make_strategy(["CPU:0"])
     _, text = own_paths(dumps, strategy.extended.consensus)
     before = text.stat().st_size
     strategy.reduce("SUM", {f"a long name of an array {n}": n for n in range(5000)})
     assert text.stat().st_size - before < 4096
     for line in text.read_text().splitlines():
         json.loads(line)
-    strategy.experimental_finalize()
 
 
 @pytest.mark.mpi(min_size=2)

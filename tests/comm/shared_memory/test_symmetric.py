@@ -69,7 +69,6 @@ def test_each_rank_writes_to_its_own(comm, strategy):
     comm.Barrier()
     assert (a == comm.rank + 1).all()
     assert (b == comm.rank + 5).all()
-    comm.Barrier()
 
 
 def test_of_variables_and_in_replica_context(strategy):
@@ -190,16 +189,15 @@ def test_other_places_on_other_ranks_are_plain(comm, strategy, spied):
 
 
 @pytest.mark.parametrize("ranks_per_node", ["1", "2", "3"])
-def test_over_several_nodes(comm, monkeypatch, ranks_per_node):
+def test_over_several_nodes(comm, monkeypatch, ranks_per_node, make_strategy):
     monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", ranks_per_node)
-    strategy = mpidist.MirroredStrategy(communicator=comm)
+    strategy = make_strategy()
     parts = everyones(comm, LARGE)
     value, small = strategy.symmetric_like([parts[0], np.zeros(3)])
     value[...], small[...] = parts[comm.rank], comm.rank
     for _ in range(3):
         assert np.array_equal(strategy.reduce("SUM", value), np.sum(parts, axis=0))
         assert strategy.reduce("SUM", small).tolist() == [sum(range(comm.size))] * 3
-    strategy.experimental_finalize()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -304,11 +302,10 @@ def test_unlike_shapes_are_refused_on_all(comm, strategy):
         strategy.symmetric_like("w" if comm.rank == 0 else np.zeros(3))
 
 
-def test_under_another_strategy_they_are_refused(comm, strategy):
-    other = mpidist.MirroredStrategy(communicator=comm)
+def test_under_another_strategy_they_are_refused(strategy, make_strategy):
+    other = make_strategy()
     with other.scope(), pytest.raises(mpidist.ContextError, match="symmetric_like"):
         strategy.symmetric_like(np.zeros(3))
-    other.experimental_finalize()
 
 
 # Where ranks cannot pass files: in containers with networks of their own
@@ -326,7 +323,6 @@ def test_the_file_never_has_a_name(comm, strategy):
     assert "/memfd:mpidist" in maps
     assert "/dev/shm/mpidist-" not in maps
     del kept
-    comm.Barrier()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -75,9 +75,8 @@ def test_balanced_batches(strategy, comm, mpi_tmp_path, kind):
         assert all(max(parts) - min(parts) <= 1 for parts in sizes)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_balance_on_some_ranks_is_an_error_on_all(strategy, comm):
-    if comm.size == 1:
-        pytest.skip("needs ranks that can differ")
     options = InputOptions(balance_batches=comm.rank == 0)
     with pytest.raises(MismatchError, match="balance_batches"):
         strategy.experimental_distribute_dataset(numbers(8).batch(4), options)

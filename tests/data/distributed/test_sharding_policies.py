@@ -3,7 +3,7 @@
 import h5py
 import numpy as np
 import pytest
-from all_ranks import local_rows, require_usable
+from all_ranks import local_rows, on_root, require_usable
 from datasets import generated, in_batches, joined, numbers, with_policy
 
 import mpidist
@@ -183,9 +183,7 @@ def test_file_needs_as_many_files_as_workers(strategy, comm, files):
 @pytest.mark.mpi(min_size=2)
 def test_a_missing_file_of_one_replica_is_an_error_on_all(strategy, comm, files):
     paths = files(*[4] * comm.size)
-    if comm.rank == 0:
-        paths[1].unlink()
-    comm.Barrier()
+    on_root(comm, paths[1].unlink)
     dataset = with_policy(Dataset.from_hdf5(paths, "x").batch(4), "FILE")
     with pytest.raises(mpidist.DataError, match=r"1\.h5"):
         strategy.experimental_distribute_dataset(dataset)

@@ -9,11 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import h5py
 import numpy as np
 import pytest
-from all_ranks import local
+from all_ranks import local, on_root
 from hdf5_damage import (
     RECIPES,
     divide,
-    on_root,
     require_names,
     require_rank,
     slice_of,

@@ -11,14 +11,13 @@ import h5py
 import launching
 import numpy as np
 import pytest
-from all_ranks import local
+from all_ranks import local, on_root
 from hdf5_damage import (
     CHUNK_ROWS,
     RECIPES,
     divide,
     failure_of,
     lost_rows,
-    on_root,
     place_of_row,
     require_names,
     require_origin,

@@ -8,7 +8,7 @@ import zlib
 import h5py
 import numpy as np
 import pytest
-from all_ranks import local
+from all_ranks import local, on_root
 from h5py import h5d, h5p, h5s, h5t, h5z
 from hdf5_damage import (
     CHUNK_ROWS,
@@ -21,7 +21,6 @@ from hdf5_damage import (
     failure_of,
     info_of,
     numbered,
-    on_root,
     overwrite,
     require_names,
     require_origin,

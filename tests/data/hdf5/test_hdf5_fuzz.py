@@ -7,8 +7,8 @@ random; bytes of rows are not, which a file has no checksum of.
 import h5py
 import numpy as np
 import pytest
-from all_ranks import local
-from hdf5_damage import divide, numbered, on_root, require_usable, slice_of
+from all_ranks import local, on_root, require_usable
+from hdf5_damage import divide, numbered, slice_of
 
 from mpidist import DataError, Dataset
 

@@ -10,7 +10,7 @@ import socket
 import h5py
 import numpy as np
 import pytest
-from hdf5_damage import on_root
+from all_ranks import on_root
 from hdf5_kinds import require_all
 
 from mpidist import DataError, Dataset
