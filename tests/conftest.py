@@ -320,7 +320,8 @@ def mpirun(
     between the ranks, as most of such a job's time is waiting.
 
     `mpirun(ranks, "script.py", "argument", VARIABLE="value")`; a script is a path, or
-    the text of one if it holds a newline. `options` are mpirun's.
+    the text of one if it holds a newline. `options` are mpirun's. The job has to end
+    well, or in an error if it `fails`; either will do if that is None.
     """
     together = "comm" in request.fixturenames
     comm = request.getfixturevalue("comm") if together else MPI.COMM_SELF
@@ -330,6 +331,7 @@ def mpirun(
         script: str,
         *arguments: str,
         options: Sequence[str] = (),
+        fails: bool | None = False,
         **environment: str,
     ) -> subprocess.CompletedProcess[str]:
         result: Any = None
@@ -345,6 +347,8 @@ def mpirun(
         result = comm.bcast(result)
         if isinstance(result, AssertionError):
             raise result
+        is_expected = fails in (None, result.returncode != 0)
+        assert is_expected, f"{result.returncode}: {result.stdout}\n{result.stderr}"
         return result
 
     return start

@@ -109,8 +109,7 @@ def test_there_are_failures_on_the_page():
 def test_failures_look_as_the_manual_says(mpirun, tmp_path, name, script, expected):
     path = tmp_path / name
     path.write_text(f"# {name}\n{script}")
-    ended = mpirun(2, str(path))
-    assert ended.returncode != 0
+    ended = mpirun(2, str(path), fails=True)
     stderr = " ".join(ended.stderr.replace(f"{tmp_path}/", "").split())
     for part in expected.split("...\n"):  # lines that the page leaves out
         assert " ".join(part.split()) in stderr

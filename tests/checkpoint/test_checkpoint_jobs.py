@@ -100,7 +100,6 @@ def test_a_second_job_restores_but_does_not_save(
     before = {p.name: p.read_bytes() for p in mpi_tmp_path.iterdir()}
     comm.Barrier()
     ended = mpirun(2, JOB, str(mpi_tmp_path), how)
-    assert ended.returncode == 0, ended.stderr
     first = comm.bcast(directories.JOB)
     for rank in range(2):
         assert f"[{rank}: " in ended.stdout
@@ -144,7 +143,7 @@ def test_several_managers_of_one_job(strategy, comm, mpi_tmp_path, impatient):
 
 
 def test_a_killed_job_leaves_no_lock(strategy, comm, mpirun, mpi_tmp_path, impatient):
-    ended = mpirun(2, JOB, str(mpi_tmp_path), "manager", "kill")
+    ended = mpirun(2, JOB, str(mpi_tmp_path), "manager", "kill", fails=True)
     assert "[0 saved]" in ended.stdout
     manager = make(strategy, mpi_tmp_path)
     assert manager.restore_or_initialize() is not None

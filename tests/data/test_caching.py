@@ -945,14 +945,12 @@ if strategy.extended.replica_id == 0:
 
 def test_a_job_may_end_without_finalizing_the_strategy(mpirun):
     ended = mpirun(2, SCRIPT, "multiple")
-    assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split() == ["[6,", "22,", "17]"]
 
 
 @pytest.mark.slow
 def test_mpi_without_threads_is_refused(mpirun):
-    ended = mpirun(2, SCRIPT, "serialized")
-    assert ended.returncode != 0
+    ended = mpirun(2, SCRIPT, "serialized", fails=True)
     assert "MPI_THREAD_MULTIPLE" in ended.stderr
 
 

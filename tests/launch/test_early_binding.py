@@ -91,7 +91,6 @@ print("passed")
 
 
 def require_passes(ended, ranks):
-    assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("passed") == ranks
 
 

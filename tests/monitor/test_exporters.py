@@ -76,6 +76,7 @@ def test_the_file_stays_where_it_was_named(comm, strategy, tmp_path, monkeypatch
     comm.Barrier()
     assert not [*second.iterdir()]
     assert read_gauges(first / "job.prom")["mpidist_step", "step", ""] == 3
+    comm.Barrier()
 
 
 def test_only_rank_0_has_files(comm, strategy, tmp_path):

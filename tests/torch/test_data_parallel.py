@@ -15,6 +15,8 @@ import mpidist
 torch = pytest.importorskip("torch")
 nn = torch.nn
 
+from torch_rows import loss_of, rows_of  # noqa: E402
+
 from mpidist.torch import (  # noqa: E402
     DistributedDataParallel,
     as_tensors,
@@ -47,21 +49,6 @@ def wrap(module, strategy, **arguments):
 def network(seed=0, hidden=16):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 3))
-
-
-def rows_of(strategy, count, seed=0):
-    """Return all rows, and this rank's: slices of ceil(n / ranks)."""
-    random = np.random.default_rng(seed)
-    x = torch.from_numpy(random.normal(size=(count, 6)).astype("f4"))
-    y = torch.from_numpy(random.integers(0, 3, count))
-    ranks, rank = strategy.num_replicas_in_sync, strategy.extended.replica_id
-    share = -(-count // ranks)
-    mine = slice(rank * share, (rank + 1) * share)
-    return (x, y), (x[mine], y[mine])
-
-
-def loss_of(model, x, y):
-    return nn.functional.cross_entropy(model(x), y)
 
 
 def gradients_of(model):

@@ -236,6 +236,7 @@ def test_ranks_that_miss_a_deadline_are_named(comm, several, late, way, monkeypa
         assert who is not None
         assert int(who[2]) not in late
     consensus.close()
+    comm.Barrier()
 
 
 def test_memory_that_a_late_rank_may_write_to_is_kept(comm, several):

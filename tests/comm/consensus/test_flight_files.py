@@ -199,6 +199,7 @@ def test_the_text_is_bounded_for_any_program(comm, dumps, consensus, monkeypatch
     assert compare(read_flights([dumps]))[1]
     comm.Barrier()
     assert len(list(dumps.iterdir())) == 2 * comm.size
+    comm.Barrier()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -167,6 +167,7 @@ def test_threads_of_the_same_name_are_an_error_on_all(comm, strategy):
         assert "named 'same', but another thread" in str(error)
     assert run_all({"other": lambda: strategy.reduce("SUM", 1)}) == {"other": n}
     assert strategy.reduce("SUM", 1) == n
+    comm.Barrier()
 
 
 def test_a_thread_without_a_name_is_not_the_main_one(strategy):

@@ -431,6 +431,7 @@ def test_a_rank_that_does_not_come_is_told_at_the_deadline(comm, method, kind):
         with pytest.raises(mpidist.CollectiveError, match="any more"):
             consensus.gather_objects("next", lambda: 1)
     consensus.close()
+    comm.Barrier()
 
 
 @pytest.mark.mpi(min_size=2)

