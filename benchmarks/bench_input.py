@@ -29,8 +29,6 @@ Cases (see --cases), and what the ratio of ours has to be:
     memory      peak of reading 4 GB, beside that of a file of 100 MB    <= 1.1
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":
     # Not above: a DataLoader's workers import this file, and must not start MPI
     import input_cases

@@ -289,6 +289,22 @@ def strategy(comm: MPI.Intracomm) -> Iterator[mpidist.MirroredStrategy]:
 
 
 @pytest.fixture
+def make_strategy(
+    comm: MPI.Intracomm,
+) -> Iterator[Callable[..., mpidist.MirroredStrategy]]:
+    """A function that makes strategies over all ranks for one test."""
+    made = []
+
+    def make(*arguments: Any, **options: Any) -> mpidist.MirroredStrategy:
+        made.append(mpidist.MirroredStrategy(*arguments, communicator=comm, **options))
+        return made[-1]
+
+    yield make
+    for strategy in reversed(made):
+        strategy.experimental_finalize()
+
+
+@pytest.fixture
 def read_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """No read is so short that it is not left to a thread, but the first."""
     monkeypatch.setattr(reader, "_SHORT_SECONDS", -1.0)
@@ -304,7 +320,8 @@ def mpirun(
     between the ranks, as most of such a job's time is waiting.
 
     `mpirun(ranks, "script.py", "argument", VARIABLE="value")`; a script is a path, or
-    the text of one if it holds a newline. `options` are mpirun's.
+    the text of one if it holds a newline. `options` are mpirun's. The job has to end
+    well, or in an error if it `fails`; either will do if that is None.
     """
     together = "comm" in request.fixturenames
     comm = request.getfixturevalue("comm") if together else MPI.COMM_SELF
@@ -314,6 +331,7 @@ def mpirun(
         script: str,
         *arguments: str,
         options: Sequence[str] = (),
+        fails: bool | None = False,
         **environment: str,
     ) -> subprocess.CompletedProcess[str]:
         result: Any = None
@@ -329,6 +347,8 @@ def mpirun(
         result = comm.bcast(result)
         if isinstance(result, AssertionError):
             raise result
+        is_expected = fails in (None, result.returncode != 0)
+        assert is_expected, f"{result.returncode}: {result.stdout}\n{result.stderr}"
         return result
 
     return start

@@ -3,8 +3,6 @@
 With two replicas the numbers are the pages'; with others, those that follow.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from all_ranks import local

@@ -1,7 +1,5 @@
 """Benchmarks run; what they measure is not judged here."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math
@@ -85,8 +83,7 @@ def run_tiny(comm, mpirun, folder, ranks, name, *options):
     """Run a benchmark; return what it wrote, the same on all ranks."""
     output = folder / "result.json"
     script = str(BENCHMARKS / f"{name}.py")
-    ended = mpirun(ranks, script, "--tiny", f"--output={output}", *options)
-    assert ended.returncode == 0, ended.stderr
+    mpirun(ranks, script, "--tiny", f"--output={output}", *options)
     result = json.loads(output.read_text()) if comm.rank == 0 else {}
     for found in result.get("comparisons", []):
         assert math.isfinite(found["ratio"])
@@ -121,7 +118,9 @@ def test_the_input_benchmark_compares_all_cases(
 @pytest.mark.slow
 def test_the_collectives_benchmark_compares_all_cases(comm, mpirun, tmp_path):
     if comm.size == 1:
-        ended = mpirun(1, str(BENCHMARKS / "bench_collectives.py"), "--tiny")
+        ended = mpirun(
+            1, str(BENCHMARKS / "bench_collectives.py"), "--tiny", fails=True
+        )
         assert ended.returncode == 1
         assert "on at least 2 ranks" in ended.stderr
         return
@@ -160,7 +159,6 @@ def test_the_benchmark_of_jax_runs(comm, mpirun, tmp_path, ranks):
 def test_collectives_are_compared_with_numpy(comm, mpirun):
     script = str(BENCHMARKS / "check_reductions.py")
     ended = mpirun(comm.size, script, "--tiny")
-    assert ended.returncode == 0, ended.stderr
     if comm.rank == 0:
         *lines, last = ended.stdout.splitlines()
         assert len(lines) >= 9

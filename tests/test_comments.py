@@ -1,7 +1,5 @@
 """Comments: rooms whose code is hard to follow say why it is as it is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import comments

@@ -1,7 +1,5 @@
 """Scopes, replica and cross-replica contexts, run and merge_call."""
 
-from __future__ import annotations
-
 import collections
 import concurrent.futures
 import threading
@@ -420,8 +418,7 @@ mpidist.get_replica_context().all_reduce("SUM", 1.0)
 
 
 def test_what_to_do_without_a_replica_context_is_said_at_the_end(mpirun):
-    result = mpirun(2, SET)
-    assert result.returncode != 0
+    result = mpirun(2, SET, fails=True)
     line = "AttributeError: 'NoneType' object has no attribute 'all_reduce': "
     assert line + "get_replica_context() is None" in result.stderr
 

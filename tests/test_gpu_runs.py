@@ -1,13 +1,10 @@
 """How what is measured on a GPU is cut into pieces: without a GPU."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -52,10 +49,8 @@ class Runs:
                 if line.startswith("\n== "):
                     ran.append(line.split()[1].strip(","))
 
-        out, work = (
-            self.folder / "out",
-            self.folder / str(len(list(self.folder.iterdir()))),
-        )
+        out = self.folder / "out"
+        work = self.folder / str(len(list(self.folder.iterdir())))
         work.mkdir()
         out.mkdir(exist_ok=True)
         arguments = ["--ranks", "2", f"--minutes={minutes}", f"--output={out}"]
@@ -139,23 +134,15 @@ print("7 passed, 3 deselected in 1.0s")
 def test_the_tests_of_gpus_are_found():
     run_all = load_run_all()
     names = {path.stem for path in run_all.tests_of_gpus()}
-    assert {
-        "test_gpu",
-        "test_transports",
-        "test_host_to_device",
-        "test_elastic",
-    } <= names
-    plan = run_all.Plan(["mpirun"], Path("work"), False, Path("/impi"))
+    known = {"test_gpu", "test_transports", "test_host_to_device", "test_elastic"}
+    assert known <= names
+    plan = run_all.Plan(["mpirun"], Path("work"), False)
     jobs = list(plan.jobs("contract", 2, is_aware=True))
     assert {job.label for job in jobs} == names
     assert all(job.variables["MPIDIST_CUDA_AWARE"] == "1" for job in jobs)
-    impi = list(plan.jobs("impi", 2, is_aware=False))
-    assert [job.command[0] for job in impi] == ["/impi/bin/mpiexec.hydra"] * 6
-    assert {job.variables["I_MPI_OFFLOAD"] for job in impi} == {"0", "1"}
-    assert len({job.label for job in impi}) == 6
 
 
-def test_what_came_of_tests_and_of_impi_is_told():
+def test_what_came_of_tests_is_told():
     failed = (
         "rank 1 of 2: tests/test_gpu.py::test_a[b c] failed in call\n"
         "FAILED tests/test_gpu.py::test_d - AssertionError\n1 failed, 2 passed in 3.0s"
@@ -174,25 +161,6 @@ def test_what_came_of_tests_and_of_impi_is_told():
     }
     lines = gpu_findings.table([], total, {}, ranks=2)
     assert any("MISSED: 5 passed, 1 failed; pytest contract" in line for line in lines)
-    raw = {
-        "kind": "times",
-        "bytes": 8,
-        "seconds": {"mpidist": [3e-6], gpu_findings.RAW: [2e-6]},
-    }
-    facts = {"kind": "facts", "is_aware": True, "why": "I_MPI_OFFLOAD=1"}
-    parts = {
-        "facts, 2 ranks": {"ended": "ok"},
-        "impi I_MPI_OFFLOAD=1 facts, 2 ranks": {"ended": "ok", "records": [facts]},
-        "impi I_MPI_OFFLOAD=1 sizes, 2 ranks": {"ended": "bad", "records": [raw]},
-        "impi I_MPI_OFFLOAD=1 tests, 2 ranks": {"ended": "ok"},
-    }
-    impi = {"impi I_MPI_OFFLOAD=1 tests": contracts["contract test_elastic"]}
-    assert gpu_findings.impi_of(parts, impi) == [
-        "impi I_MPI_OFFLOAD=1 facts: ok; takes addresses of GPUs (I_MPI_OFFLOAD=1)",
-        "impi I_MPI_OFFLOAD=1 sizes: bad; 8 bytes: mpidist 3 us, "
-        "raw CUDA-aware MPI 2 us",
-        "impi I_MPI_OFFLOAD=1 tests: ok; reached: 3 passed, 0 failed, 0 skipped",
-    ]
 
 
 # Stands for Python: tells how it was called, and ends run_all.py with the next status
@@ -251,21 +219,10 @@ def test_one_command_says_that_something_is_left(one_machine):
     assert "nothing is left; tests failed" in ended.stdout
 
 
-def test_one_run_may_be_chosen(one_machine, tmp_path):
+def test_one_run_may_be_chosen(one_machine):
     ended, calls = one_machine([0], "--run", "table")
     assert ended.returncode == 0
     assert len(calls) == 1
-    ended, calls = one_machine([], "--run", "impi")
-    assert "no impi_rt" in ended.stdout
-    wheels = tmp_path / "wheels"
-    wheels.mkdir()
-    with zipfile.ZipFile(wheels / "impi_rt-1-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("impi_rt-1.data/data/bin/mpiexec.hydra", "")
-        wheel.writestr("impi_rt-1.dist-info/METADATA", "")
-    ended, calls = one_machine([0], "--run", "impi", "--wheels", str(wheels))
-    assert ended.returncode == 0
-    assert calls[0][-2] == "--impi"
-    assert calls[0][-1].endswith("/impi")
 
 
 @pytest.mark.parametrize(

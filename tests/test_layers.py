@@ -1,7 +1,5 @@
 """The structure: who imports whom, what is public, how long things are."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import re

@@ -1,7 +1,5 @@
 """What .ci/manual says about pages that are wrong. It says nothing about the others."""
 
-from __future__ import annotations
-
 import chromium
 import manual_pages
 import pytest

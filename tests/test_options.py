@@ -1,7 +1,5 @@
 """Enumerations and option objects: names, defaults, and what they refuse."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """What packages are made of: metadata, recipes, the changelog, the release."""
 
-from __future__ import annotations
-
 import ast
 import configparser
 import re

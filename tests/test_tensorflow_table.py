@@ -1,7 +1,5 @@
 """docs/tensorflow.md says of each of TensorFlow's names what is here, and is right."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -4,8 +4,6 @@ A page's blocks of Python are one program. What it prints is on the page, and th
 on any number of ranks. A notebook is made of it by jupytext, and is not committed.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import json

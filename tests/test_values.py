@@ -1,7 +1,5 @@
 """PerReplica and Mirrored values."""
 
-from __future__ import annotations
-
 import copy
 import operator
 import pickle

@@ -251,38 +251,6 @@ def checks_of(records: Records) -> list[str]:
     ]
 
 
-def impi_of(
-    parts: Mapping[str, Any], contracts: Mapping[str, Mapping[str, Any]]
-) -> list[str]:
-    """Return the lines of what came of Intel MPI, with and without offloading.
-
-    Args:
-      parts: how each job ended, by name, and what it found.
-      contracts: what `contract_of` returned, by name.
-    """
-    lines = []
-    for name, part in parts.items():
-        if not name.startswith("impi "):
-            continue
-        seen = []
-        for record in part.get("records", ()):
-            if record["kind"] == "facts":
-                word = "takes" if record["is_aware"] else "does not take"
-                seen.append(f"{word} addresses of GPUs ({record['why']})")
-            elif record["kind"] == "times":
-                times = [
-                    f"{name} {1e6 * statistics.median(record['seconds'][name]):.3g} us"
-                    for name in (_OURS, RAW)
-                    if name in record["seconds"]
-                ]
-                seen.append(f"{record['bytes']:,} bytes: {', '.join(times)}")
-        label = name.partition(",")[0]
-        if label in contracts:
-            seen.append(_word_of(contracts[label]))
-        lines.append(f"{label}: {part['ended']}; {'; '.join(seen)}")
-    return lines
-
-
 def _word_of(contract: Mapping[str, Any]) -> str:
     if not contract:
         return "not measured"

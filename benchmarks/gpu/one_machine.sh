@@ -10,23 +10,19 @@
 #   --mpi ARCHIVE    an MPI library to unpack and use, as build_cuda_mpi.sh packs it;
 #                    without it, the one that mpi4py finds
 #   --wheels FOLDER  wheels of what Python lacks (optree, deflate, tqdm, pytest-mpi, ...);
-#                    all of them are installed, into a temporary folder. Not so impi_rt's:
-#                    it is unpacked for the run `impi`, which needs of it no more than
-#                    lib/libmpi.so.12, lib/libmpcp*.so, opt/mpi/etc/*.fatbin, *.conf and
-#                    bin/*hydra*
+#                    all of them are installed, into a temporary folder
 #   --output FOLDER  for the results and a log (default: gpu-results)
 #   --minutes N      after which no more is begun, and what runs is stopped (default: 8)
 #   --run NAME       only one of the runs, which otherwise follow each other:
 #       start   see that all starts; its results, in FOLDER/start, mean nothing else
 #       tests   what only hardware can show, and the tests that need a GPU, file by file
 #       table   what must be shown: speeds, beside other ways
-#       impi    PyPI's impi-rt as the MPI, with and without I_MPI_OFFLOAD, if it is there
 # Other options go to run_all.py, such as --ranks 1 2 4.
 # The exit status is 0 if all is done and well, 3 if something is left, else 1.
 set -uo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-archive='' wheels='' output=gpu-results minutes=8 runs='start tests table impi' others=()
+archive='' wheels='' output=gpu-results minutes=8 runs='start tests table' others=()
 while (($#)); do
     case $1 in
         --mpi | --wheels | --output | --minutes | --run)
@@ -48,7 +44,7 @@ done
 [[ -z $wheels || -d $wheels ]] || { echo "there is no folder $wheels" >&2; exit 2; }
 [[ $minutes =~ ^[1-9][0-9]*$ ]] || { echo "--minutes $minutes is no number" >&2; exit 2; }
 for run in $runs; do
-    [[ $run =~ ^(start|tests|table|impi)$ ]] || { echo "there is no run $run" >&2; exit 2; }
+    [[ $run =~ ^(start|tests|table)$ ]] || { echo "there is no run $run" >&2; exit 2; }
 done
 
 say() { printf '\n== %4ds  %s\n' "$SECONDS" "$*"; }
@@ -78,7 +74,6 @@ use_mpi() { # ARCHIVE FOLDER: make mpi4py and this shell find what is in the arc
 install_wheels() { # FOLDER TARGET: one by one, so that one that does not fit spoils none
     local wheel
     for wheel in "$1"/*.whl; do
-        [[ $wheel != */impi_rt-* ]] || continue
         PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 \
             python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir \
             --upgrade --target "$2" "$wheel" || echo "$wheel could not be installed"
@@ -87,7 +82,7 @@ install_wheels() { # FOLDER TARGET: one by one, so that one that does not fit sp
 }
 
 main() {
-    local status wheel
+    local status
     # mpirun needs it, and bare machines may not have it up
     ip link set lo up 2>/dev/null || true
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PYTHONUNBUFFERED=1
@@ -100,9 +95,6 @@ main() {
     if [[ -n $wheels ]]; then
         say "install wheels of $wheels"
         install_wheels "$wheels" "$work/site"
-        for wheel in "$wheels"/impi_rt-*.whl; do
-            [[ ! -f $wheel ]] || unpack_impi "$wheel" "$work/impi"
-        done
     fi
     say 'what there is'
     nvidia-smi 2>&1 | head -15
@@ -139,26 +131,8 @@ start_run() { # NAME SECONDS
         start) options+=(--quick --output "$output/start") ;;
         tests) options+=(--parts facts checks contract) ;;
         table) options+=(--parts facts tune sizes gradients limit input job gathers) ;;
-        impi)
-            [[ -x $work/impi/bin/mpiexec.hydra ]] || { echo 'no impi_rt'; return 0; }
-            options+=(--parts impi --impi "$work/impi")
-            ;;
     esac
     python3 "$here/run_all.py" "${options[@]}" ${others[@]+"${others[@]}"}
-}
-
-unpack_impi() { # WHEEL FOLDER
-    python3 - "$1" "$2" <<'PYTHON'
-import pathlib, sys, zipfile
-with zipfile.ZipFile(sys.argv[1]) as wheel:
-    for name in wheel.namelist():
-        _, is_data, path = name.partition(".data/data/")
-        if is_data and not name.endswith("/"):
-            file = pathlib.Path(sys.argv[2], path)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(wheel.read(name))
-            file.chmod(0o755)
-PYTHON
 }
 
 mkdir -p "$output" || exit

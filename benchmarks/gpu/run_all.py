@@ -20,7 +20,6 @@ about 20 minutes. The parts:
     input      HDF5 rows to GPU memory: copies from page-locked memory >= 0.8x
     job        jobs/train_digits.py on the GPU and on the CPU: the same digits
     gathers    all_gather along both axes
-    impi       with --impi only: Intel MPI with and without I_MPI_OFFLOAD
 
 Each part has a time limit; if one fails, the others go on. Into the output folder go,
 named by the GPU: a JSON file for each number of ranks, and the table of what must be
@@ -75,10 +74,7 @@ PARTS = {
     "input": (1, 60),
     "job": (1, 60),
     "gathers": (2, 30),
-    "impi": (2, 120),
 }
-# Each of their jobs stands for itself
-SINGLY = ("contract", "impi")
 _QUICK_LIMIT_SECONDS = 60
 # A test that hangs ends with the stacks of all threads before the job is ended
 _TEST_SECONDS = 120
@@ -102,7 +98,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--minutes", type=float, default=60.0, help="after which no part goes on")
     add("--quick", action="store_true", help="only see that all runs")
     add("--go-on", action="store_true", help="leave out what was done before")
-    add("--impi", type=Path, help="folder of Intel MPI, with bin and lib")
     options = parser.parse_args(arguments)
     if options.output is None and options.quick:
         parser.error("--quick needs --output, since its numbers mean nothing")
@@ -202,7 +197,6 @@ class Job:
       command: what is run.
       variables: beside those of this process.
       seconds: after which it is ended.
-      records: where it writes what it finds, if not to the file of `Plan.records`.
     """
 
     part: str
@@ -211,7 +205,6 @@ class Job:
     command: list[str]
     variables: dict[str, str]
     seconds: float
-    records: Path | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,13 +225,11 @@ class Plan:
       mpirun: the launcher, with its options.
       work: a folder for what only the parts read.
       is_quick: whether only to see that all runs.
-      impi: a folder with Intel MPI, as PyPI's impi-rt has it; None without.
     """
 
     mpirun: Sequence[str]
     work: Path
     is_quick: bool
-    impi: Path | None = None
 
     def records(self, ranks: int) -> Path:
         """Return the file to which parts write what they find."""
@@ -263,22 +254,14 @@ class Plan:
             return
         if self.is_quick:
             seconds = min(seconds, _QUICK_LIMIT_SECONDS)
-        make = {
-            "contract": self._contract,
-            "tune": self._tune,
-            "job": self._job,
-            "impi": self._impi,
-        }
+        make = {"contract": self._contract, "tune": self._tune, "job": self._job}
         if part in make:
             yield from make[part](ranks, seconds, is_aware)
             return
-        script = self._bench(part, self.records(ranks), seconds)
+        script = [str(HERE / "bench_gpu.py"), part, f"--seconds={0.7 * seconds}"]
+        script += ["--records", str(self.records(ranks))]
+        script += ["--quick"] if self.is_quick else []
         yield self._make(part, ranks, script, seconds, {})
-
-    def _bench(self, part: str, records: Path, seconds: float) -> list[str]:
-        script = [str(HERE / "bench_gpu.py"), part]
-        script += ["--records", str(records), f"--seconds={0.7 * seconds}"]
-        return [*script, "--quick"] if self.is_quick else script
 
     def _make(
         self,
@@ -344,33 +327,6 @@ class Plan:
                 arguments.append("--devices=CPU:0")
             variables = {"MPIDIST_ALLOW_SHARED_GPU": "1", "TQDM_DISABLE": "1"}
             yield self._make("job", ranks, arguments, seconds, variables, label)
-
-    def _impi(self, ranks: int, seconds: float, _: bool) -> Iterator[Job]:
-        """Yield what tells whether Intel MPI takes addresses of GPUs, if told to."""
-        if self.impi is None:
-            return
-        intel = dataclasses.replace(self, mpirun=[str(self.impi / "bin/mpiexec.hydra")])
-        for offload in ("0", "1"):
-            label = f"I_MPI_OFFLOAD={offload}"
-            variables = {
-                "I_MPI_ROOT": str(self.impi),
-                "I_MPI_FABRICS": "shm",
-                "I_MPI_OFFLOAD": offload,
-                "I_MPI_OFFLOAD_CUDA_LIBRARY": "libcuda.so.1",
-                "MPI4PY_LIBMPI": str(self.impi / "lib/libmpi.so.12"),
-                "MPIDIST_ALLOW_SHARED_GPU": "1",
-            }
-            for part in ("facts", "sizes"):
-                records = self.work / f"impi-{ranks}-{offload}-{part}.jsonl"
-                script = self._bench(part, records, seconds)
-                name = f"{label} {part}"
-                job = intel._make("impi", ranks, script, seconds, variables, name)
-                yield dataclasses.replace(job, records=records)
-            # By the tests it shows, whatever a trial has found before
-            variables["MPIDIST_CUDA_AWARE"] = offload
-            tests = [str(ROOT / "tests" / "comm" / "transports" / "test_transports.py")]
-            job = intel._tests(ranks, seconds, tests, variables, f"{label} tests")
-            yield dataclasses.replace(job, part="impi")
 
 
 def tests_of_gpus() -> list[Path]:
@@ -500,7 +456,7 @@ class Run:
         }
         known = self._parts[ranks]
         left = [name for name in jobs if not known.get(name, {}).get("is_done")]
-        if left and part not in SINGLY:
+        if left and part != "contract":  # each of whose jobs stands for itself
             left = list(jobs)
         outputs = {jobs[name].label: self._run_job(name, jobs[name]) for name in left}
         if part == "job" and left:
@@ -521,8 +477,6 @@ class Run:
         if not is_done:  # it is run again, and finds it all again
             records.write_text(before)
         part = {"ended": ended.how, "seconds": ended.seconds, "is_done": is_done}
-        if job.records is not None:
-            part["records"] = gpu_findings.read_records(job.records)
         self._parts[job.ranks][name] = part
         if "pytest" in job.command and is_done:
             found = gpu_findings.contract_of(ended.output, ended.how)
@@ -587,12 +541,7 @@ class Run:
         """Write the JSON file of a number of ranks; return what it holds."""
         records, job = self._records(ranks), self._job[ranks]
         comparisons = gpu_findings.judge(records, job)
-        ours = {
-            name: contract
-            for name, contract in self._contract[ranks].items()
-            if name.startswith("contract")
-        }
-        contract = gpu_findings.all_of(ours)
+        contract = gpu_findings.all_of(self._contract[ranks])
         tuned = self._plan.table(ranks)
         result = {
             "machine": self._fact(ranks).get("machine", {}),
@@ -606,7 +555,6 @@ class Run:
             "table": gpu_findings.table(comparisons, contract, job, ranks),
             "checks": gpu_findings.checks_of(records),
             "failures": contract.get("failures", []),
-            "impi": gpu_findings.impi_of(self._parts[ranks], self._contract[ranks]),
             "comparisons": [c.as_dict() for c in comparisons],
             "records": records,
         }
@@ -620,7 +568,7 @@ class Run:
         for ranks in sorted(self._options.ranks, reverse=True):
             result = self.save(ranks)
             lines += ["", _ranks(ranks), *result["table"]]
-            for title in ("checks", "failures", "impi"):
+            for title in ("checks", "failures"):
                 if result[title]:
                     lines += ["", f"{title}, {_ranks(ranks)}", *result[title]]
         lines += ["", *(self.failed or ["all parts ran"])]
@@ -650,7 +598,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tempfile.TemporaryDirectory() as work,
         open(options.output / "gpu-run.log", "a" if options.go_on else "w") as log,
     ):
-        plan = Plan(mpirun, Path(work), options.quick, options.impi)
+        plan = Plan(mpirun, Path(work), options.quick)
         run = Run(options, plan, variables, log)
         if importlib.util.find_spec("sklearn") is None:
             write_digits(plan.digits)

@@ -1,7 +1,5 @@
 """Damaged files: always a CheckpointError that names the file, never garbage."""
 
-from __future__ import annotations
-
 import io
 import zlib
 

@@ -1,7 +1,5 @@
 """Checkpoints made to do harm: refused at once, whatever size they claim to have."""
 
-from __future__ import annotations
-
 import io
 import os
 import socket

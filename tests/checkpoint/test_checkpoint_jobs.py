@@ -1,7 +1,5 @@
 """Two jobs and one folder of checkpoints: an error on all ranks, and nothing lost."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -103,7 +101,6 @@ def test_a_second_job_restores_but_does_not_save(
     before = {p.name: p.read_bytes() for p in mpi_tmp_path.iterdir()}
     comm.Barrier()
     ended = mpirun(2, JOB, str(mpi_tmp_path), how)
-    assert ended.returncode == 0, ended.stderr
     first = comm.bcast(directories.JOB)
     for rank in range(2):
         assert f"[{rank}: " in ended.stdout
@@ -115,7 +112,6 @@ def test_a_second_job_restores_but_does_not_save(
     comm.Barrier()
     assert save(manager, 3) != path
     require(manager, 3)
-    comm.Barrier()
 
 
 @pytest.mark.slow
@@ -145,17 +141,15 @@ def test_several_managers_of_one_job(strategy, comm, mpi_tmp_path, impatient):
     other = mpidist.Checkpoint(strategy=strategy, x=np.zeros(3))
     other.write(mpi_tmp_path / "ckpt")
     other.write(mpi_tmp_path / "ckpt")
-    comm.Barrier()
 
 
 def test_a_killed_job_leaves_no_lock(strategy, comm, mpirun, mpi_tmp_path, impatient):
-    ended = mpirun(2, JOB, str(mpi_tmp_path), "manager", "kill")
+    ended = mpirun(2, JOB, str(mpi_tmp_path), "manager", "kill", fails=True)
     assert "[0 saved]" in ended.stdout
     manager = make(strategy, mpi_tmp_path)
     assert manager.restore_or_initialize() is not None
     save(manager, 1)
     require(manager, 1)
-    comm.Barrier()
 
 
 def test_children_of_a_killed_job_keep_no_lock(tmp_path, impatient):
@@ -196,7 +190,6 @@ def test_a_job_that_was_started_again_waits_for_the_old_one(
     save(manager, 2)
     assert len(looks) == (4 if comm.rank == 0 else 0)  # it lists again, and looks
     require(manager, 2)
-    comm.Barrier()
 
 
 @pytest.mark.parametrize("max_to_keep", [9, 2])
@@ -246,7 +239,6 @@ def test_checkpoints_removed_between_listing_and_opening(
         monkeypatch.setattr(sys.modules[module], name, replace)
     require(evaluation, 3)
     assert not started
-    comm.Barrier()
 
 
 @pytest.mark.parametrize("is_background", [False, True])
@@ -281,7 +273,6 @@ def test_the_first_save_does_not_hide_a_newer_state(
     save(second, 4)
     second.wait()
     require(make(strategy, mpi_tmp_path), 4)
-    comm.Barrier()
 
 
 @pytest.mark.slow
@@ -304,7 +295,6 @@ def test_without_locks_the_next_save_sees_what_another_job_saved(
     with pytest.raises(CheckpointError, match=r"has saved ckpt-3.h5, and saved it"):
         save(manager, 3)
     assert mpidist.latest_checkpoint(mpi_tmp_path).endswith("ckpt-3.h5")
-    comm.Barrier()
 
 
 def test_a_manager_leaves_files_that_a_running_job_writes(strategy, comm, mpi_tmp_path):
@@ -332,7 +322,6 @@ def test_a_manager_leaves_files_that_a_running_job_writes(strategy, comm, mpi_tm
     comm.Barrier()
     make(strategy, mpi_tmp_path)
     assert not set(written) & set(os.listdir(mpi_tmp_path))
-    comm.Barrier()
 
 
 def test_locks_hinder_nobody_else(strategy, comm, mpi_tmp_path):
@@ -342,4 +331,3 @@ def test_locks_hinder_nobody_else(strategy, comm, mpi_tmp_path):
         assert launching.run([sys.executable, "-c", code]).stdout == "1.0\n"
         os.rename(path, path + ".moved")
         os.unlink(path + ".moved")
-    comm.Barrier()

@@ -1,7 +1,5 @@
 """CheckpointManager: which checkpoints are kept, which is the latest, what is left."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from all_ranks import on_root
 
 import mpidist
 from mpidist import CheckpointError
@@ -79,7 +78,6 @@ def test_all_are_kept_without_a_limit(strategy, comm, mpi_tmp_path):
         save(manager, step)
     assert numbers(mpi_tmp_path) == list(range(1, 13))
     assert manager.latest_checkpoint.endswith("ckpt-12.h5")
-    comm.Barrier()
 
 
 def test_every_nth_is_kept_for_ever(strategy, comm, mpi_tmp_path):
@@ -90,7 +88,6 @@ def test_every_nth_is_kept_for_ever(strategy, comm, mpi_tmp_path):
     comm.Barrier()
     make(strategy, mpi_tmp_path, 1, keep_every=3).save(checkpoint_number=10)
     assert numbers(mpi_tmp_path) == [0, 3, 6, 9, 10]
-    comm.Barrier()
 
 
 def test_one_is_kept_for_so_many_hours(strategy, comm, mpi_tmp_path):
@@ -105,7 +102,6 @@ def test_one_is_kept_for_so_many_hours(strategy, comm, mpi_tmp_path):
             os.utime(path, (when, when))
         comm.Barrier()
     assert numbers(mpi_tmp_path) == [2, 4, 6, 8, 9]
-    comm.Barrier()
 
 
 def test_the_interval_counts_steps(strategy, mpi_tmp_path):
@@ -182,7 +178,6 @@ def test_a_damaged_one_is_skipped_with_a_warning(strategy, comm, mpi_tmp_path, p
         with caught(comm) as texts:
             assert mpidist.latest_checkpoint(mpi_tmp_path) == paths[0]
         assert any(paths[1] in text for text in texts), texts
-    comm.Barrier()
 
 
 def save_again(manager):
@@ -242,7 +237,6 @@ def test_what_dead_jobs_left_is_removed_and_nothing_else(strategy, comm, mpi_tmp
     manager = make(strategy, mpi_tmp_path)
     assert manager.checkpoints == [str(path)]
     assert names(mpi_tmp_path) == sorted([path.name, *others])
-    comm.Barrier()
 
 
 def test_shards_of_a_damaged_index_stay(strategy, comm, mpi_tmp_path):
@@ -284,9 +278,7 @@ def test_a_bad_number_on_one_rank_raises_on_all(strategy, mpi_tmp_path):
 
 
 def test_a_folder_that_cannot_be_used_raises_on_all(strategy, comm, mpi_tmp_path):
-    if comm.rank == 0:
-        (mpi_tmp_path / "file").write_text("")
-    comm.Barrier()
+    on_root(comm, (mpi_tmp_path / "file").write_text, "")
     with pytest.raises(CheckpointError, match=r"file.*cannot be written"):
         make(strategy, mpi_tmp_path / "file")
     with pytest.raises(CheckpointError, match="cannot be written"):
@@ -374,7 +366,6 @@ def test_hours_are_counted_over_jobs(
     saved[save_at(again, comm, clock, 29)] = 29
     kept = sorted(saved[str(path)] for path in mpi_tmp_path.iterdir())
     assert kept == [11, 22, 28, 29]
-    comm.Barrier()
 
 
 def test_times_do_not_matter_to_what_was_kept(strategy, comm, mpi_tmp_path, clock):
@@ -394,7 +385,6 @@ def test_times_do_not_matter_to_what_was_kept(strategy, comm, mpi_tmp_path, cloc
     for _ in range(3):
         manager.save()
     assert numbers(mpi_tmp_path) == [2, 3, 6]  # 3 is 98 hours younger than 2 now
-    comm.Barrier()
 
 
 def test_a_damaged_record_of_what_was_kept_is_made_up_for(
@@ -411,7 +401,6 @@ def test_a_damaged_record_of_what_was_kept_is_made_up_for(
         save_at(manager, comm, clock, hours)
     # 2 of 2 h, 4 (saved as 4) of 4.5 h, and the last
     assert numbers(mpi_tmp_path) == [2, 4, 5]
-    comm.Barrier()
 
 
 def test_hours_of_a_folder_without_a_record(strategy, comm, mpi_tmp_path, clock):
@@ -419,10 +408,7 @@ def test_hours_of_a_folder_without_a_record(strategy, comm, mpi_tmp_path, clock)
     for hours in range(4):
         now = clock(hours)
         path = checkpoint.save(mpi_tmp_path / "ckpt")
-        comm.Barrier()
-        if comm.rank == 0:
-            os.utime(path, (now, now))
-        comm.Barrier()
+        on_root(comm, os.utime, path, (now, now))
     manager = make(strategy, mpi_tmp_path, 3, keep_checkpoint_every_n_hours=2)
     manager.restore_or_initialize()
     assert numbers(mpi_tmp_path) == [1, 2, 3, 4]
@@ -434,7 +420,6 @@ def test_hours_of_a_folder_without_a_record(strategy, comm, mpi_tmp_path, clock)
     for hours in (4, 5):
         save_at(manager, comm, clock, hours)
     assert numbers(mpi_tmp_path) == [1, 3, 4, 5, 6]
-    comm.Barrier()
 
 
 def test_a_clock_that_went_back_does_not_stop_the_count(
@@ -448,4 +433,3 @@ def test_a_clock_that_went_back_does_not_stop_the_count(
     for hours in (1, 2, 3, 4):
         save_at(manager, comm, clock, hours)
     assert numbers(mpi_tmp_path) == [3, 5]
-    comm.Barrier()

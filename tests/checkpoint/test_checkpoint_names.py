@@ -1,7 +1,5 @@
 """Large states under names that HDF5's virtual datasets would read in another way."""
 
-from __future__ import annotations
-
 import os
 
 import h5py
@@ -50,7 +48,6 @@ def test_parts_of_arrays_are_found_by_h5py_and_by_restoring(
     for name, array in expected.items():
         np.testing.assert_array_equal(arrays[name], array, err_msg=name)
     assert set(own.values[0].tolist()) == {comm.rank}
-    comm.Barrier()
 
 
 @pytest.mark.parametrize(
@@ -68,4 +65,3 @@ def test_the_writers_index_finds_its_shards(strategy, comm, mpi_tmp_path, stem):
     data = mpidist.Dataset.from_hdf5(path, names)
     for column in zip(*data, strict=True):
         np.testing.assert_array_equal(column, expected)
-    comm.Barrier()

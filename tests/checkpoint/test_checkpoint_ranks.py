@@ -1,12 +1,11 @@
 """What some ranks save other numbers of ranks restore; large arrays lie in shards."""
 
-from __future__ import annotations
-
 import contextlib
 
 import h5py
 import numpy as np
 import pytest
+from all_ranks import on_root
 
 import mpidist
 from mpidist import CheckpointError
@@ -162,24 +161,18 @@ def test_generators_at_another_number_of_ranks(comm, mpi_tmp_path, kind):
         assert drawn == longest[:restoring]  # the same for the same states
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_lost_or_foreign_shard_is_an_error(comm, strategy, mpi_tmp_path):
-    if comm.size == 1:
-        pytest.skip("one rank writes no shards")
     w = large()
     checkpoint = mpidist.Checkpoint(strategy=strategy, shard_bytes=SHARD, w=w)
     path = checkpoint.write(mpi_tmp_path / "x")
     other = checkpoint.write(mpi_tmp_path / "y")
     (shard,) = mpi_tmp_path.glob("x-*-00001-of-*.h5")
     (foreign,) = mpi_tmp_path.glob("y-*-00000-of-*.h5")
-    comm.Barrier()
-    if comm.rank == 0:
-        shard.rename(mpi_tmp_path / "kept")
-    comm.Barrier()
+    on_root(comm, shard.rename, mpi_tmp_path / "kept")
     with pytest.raises(CheckpointError, match=f"{shard.name}: there is no such file"):
         checkpoint.restore(path)
-    if comm.rank == 0:
-        foreign.rename(shard)
-    comm.Barrier()
+    on_root(comm, foreign.rename, shard)
     with pytest.raises(CheckpointError, match="belongs to another checkpoint"):
         checkpoint.restore(path)
     with pytest.raises(CheckpointError, match="no such file"):
@@ -187,12 +180,11 @@ def test_a_lost_or_foreign_shard_is_an_error(comm, strategy, mpi_tmp_path):
     np.testing.assert_array_equal(w, large())
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_folder_that_is_not_shared_is_an_error(
     comm, strategy, mpi_tmp_path, monkeypatch
 ):
     """Rank 0 looks for the shards of others until it must see them."""
-    if comm.size == 1:
-        pytest.skip("one rank writes no shards")
     monkeypatch.setattr(save, "VISIBLE_SECONDS", 0.1)
     publish = AtomicFile.publish
     if comm.rank == 1:  # as if it were on the disk of another node
@@ -212,7 +204,6 @@ def test_a_folder_that_is_not_shared_is_an_error(
     manager.save()
     manager.wait()
     assert manager.latest_checkpoint is not None
-    comm.Barrier()
 
 
 def test_shards_of_a_former_saving_are_removed(comm, strategy, mpi_tmp_path):
@@ -227,13 +218,12 @@ def test_shards_of_a_former_saving_are_removed(comm, strategy, mpi_tmp_path):
     assert files == 2 * (1 + (shards if shards > 1 else 0))
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 1 << 30])
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_one_element_of_one_rank_is_a_mismatch(
     comm, strategy, mpi_tmp_path, shard_bytes, order
 ):
-    if comm.size == 1:
-        pytest.skip("one rank is alike")
     w = np.asarray(large(), order=order)
     checkpoint = mpidist.Checkpoint(strategy=strategy, shard_bytes=shard_bytes, w=w)
     path = checkpoint.write(mpi_tmp_path / "x")

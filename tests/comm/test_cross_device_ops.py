@@ -1,7 +1,5 @@
 """CrossDeviceOps and its subclasses; NumPy is the oracle."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np
@@ -143,9 +141,9 @@ class Recording(mpidist.CrossDeviceOps):
         return total / self.collectives.size if is_mean else total
 
 
-def test_a_users_own_subclass_is_used(comm):
+def test_a_users_own_subclass_is_used(make_strategy):
     ops = Recording()
-    strategy = mpidist.MirroredStrategy(cross_device_ops=ops, communicator=comm)
+    strategy = make_strategy(cross_device_ops=ops)
     n = strategy.num_replicas_in_sync
     assert strategy.reduce("MEAN", strategy.extended.replica_id) == (n - 1) / 2
     assert ops.calls == [(mpidist.ReduceOp.MEAN, mpidist.PerReplica, n)]
@@ -153,7 +151,6 @@ def test_a_users_own_subclass_is_used(comm):
     assert [float(v) for v in value] == [n, 2 * n]
     assert len(ops.calls) == 3
     assert strategy.reduce("SUM", np.ones(4), axis=0) == 4 * n
-    strategy.experimental_finalize()
 
 
 class Failing(mpidist.CrossDeviceOps):
@@ -163,22 +160,20 @@ class Failing(mpidist.CrossDeviceOps):
         return super().reduce_implementation(reduce_op, value, destinations, options)
 
 
-def test_an_error_in_a_users_own_on_one_rank_is_raised_on_all(comm):
-    strategy = mpidist.MirroredStrategy(cross_device_ops=Failing(), communicator=comm)
+def test_an_error_in_a_users_own_on_one_rank_is_raised_on_all(make_strategy):
+    strategy = make_strategy(cross_device_ops=Failing())
     for axis in (None, 0):
         with pytest.raises(KeyError, match="of the user's own"):
             strategy.reduce("SUM", np.ones(2), axis=axis)
     assert strategy.gather(np.ones(1), 0).sum() == strategy.num_replicas_in_sync
-    strategy.experimental_finalize()
 
 
-def test_an_accumulation_that_fails_is_raised_on_all(comm):
+def test_an_accumulation_that_fails_is_raised_on_all(make_strategy):
     ops = mpidist.ReductionToOneDevice(accumulation_fn=lambda values: values[0][:1])
-    strategy = mpidist.MirroredStrategy(cross_device_ops=ops, communicator=comm)
+    strategy = make_strategy(cross_device_ops=ops)
     with pytest.raises(ValueError, match="accumulation_fn returned shape"):
         strategy.reduce("SUM", np.ones(3))
     assert strategy.reduce("SUM", np.ones(1)) == [1]  # the first replica's
-    strategy.experimental_finalize()
 
 
 @pytest.mark.parametrize(
@@ -238,16 +233,17 @@ def test_unlike_cross_device_ops_are_refused_on_all(comm):
 
 @pytest.mark.parametrize("ranks_per_node", ["1", "2", "3"])
 @pytest.mark.parametrize("seconds", [None, 60])
-def test_hierarchical_over_several_nodes(comm, monkeypatch, ranks_per_node, seconds):
+def test_hierarchical_over_several_nodes(
+    monkeypatch, ranks_per_node, seconds, make_strategy
+):
     """Nodes are pretended: groups of consecutive ranks."""
     monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", ranks_per_node)
     ops = mpidist.HierarchicalCopyAllReduce()
-    strategy = mpidist.MirroredStrategy(cross_device_ops=ops, communicator=comm)
+    strategy = make_strategy(cross_device_ops=ops)
     values = contributions(strategy, (1000,))
     options = mpidist.CommunicationOptions(timeout_seconds=seconds)
     total = ops.reduce("SUM", mine(strategy, values), "CPU:0", options)
     np.testing.assert_array_equal(total, np.sum(values, axis=0))
-    strategy.experimental_finalize()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -266,9 +262,9 @@ DEVICES = ["CPU:0", "cpu:0", "/CPU:0", "/device:CPU:0", "/job:w/task:0/device:CP
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_devices_are_named_as_in_tensorflow(comm, device):
+def test_devices_are_named_as_in_tensorflow(comm, device, make_strategy):
     ops = mpidist.ReductionToOneDevice(device)
-    strategy = mpidist.MirroredStrategy([device], ops, communicator=comm)
+    strategy = make_strategy([device], ops)
     assert strategy.extended.worker_devices == ("CPU:0",)
     value, size = np.ones(2), comm.size
     for destinations in (device, [device]):
@@ -279,4 +275,3 @@ def test_devices_are_named_as_in_tensorflow(comm, device):
         np.testing.assert_array_equal(total, [size, size])
         first = strategy.extended.broadcast_to(comm.rank + 5, destinations)
         assert int(first) == 5
-    strategy.experimental_finalize()

@@ -1,7 +1,5 @@
 """Whether MPI takes addresses of GPUs: asked, tried elsewhere, kept, overridden."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -12,7 +10,6 @@ from mpi4py import MPI
 
 import mpidist
 from mpidist.comm import device_info
-from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.device_info import Support, ask, cache_path, find_support
 from mpidist.device import probe
 from mpidist.device.binding import (
@@ -23,14 +20,6 @@ from mpidist.device.binding import (
 )
 
 GPU = GpuIdentity("node1", "0000:3b:00.0", "ab12", "H100", 13000)
-
-
-@pytest.fixture
-def consensus(comm):
-    consensus = Consensus(comm.Dup())
-    yield consensus
-    consensus.close()
-    consensus.comm.Free()
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Gradients that are reduced while others are computed, and what goes wrong there."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading
@@ -67,10 +65,12 @@ def buckets(strategy):
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 @pytest.mark.parametrize("ranks_per_node", [None, "1", "2"])
-def test_steps_give_the_reductions(comm, monkeypatch, options, op, ranks_per_node):
+def test_steps_give_the_reductions(
+    comm, monkeypatch, options, op, ranks_per_node, make_strategy
+):
     if ranks_per_node:
         monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", ranks_per_node)
-    strategy = mpidist.MirroredStrategy(communicator=comm)
+    strategy = make_strategy()
     buckets = strategy.gradient_buckets(gradients(0), op, options)
 
     def backward(step):
@@ -87,7 +87,6 @@ def test_steps_give_the_reductions(comm, monkeypatch, options, op, ranks_per_nod
         kept.append(local)
     for step, local in enumerate(kept):  # later steps leave results alone
         require_equal(local, totals(comm, step, op=op))
-    strategy.experimental_finalize()
 
 
 def test_ranks_may_put_gradients_in_any_order(comm, strategy, options):
@@ -147,14 +146,13 @@ def test_nests_of_lists_and_symmetric_arrays(comm, strategy):
     buckets.close()
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("compression", [None, "float16"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "f4", "f8", "i2", "i8"])
 def test_a_step_has_memory_for_all_that_it_returns(
     comm, strategy, monkeypatch, dtype, compression
 ):
     """Of the step's own: a GPU's thread has another stream's, which returns there."""
-    if comm.size == 1:
-        pytest.skip("one rank returns copies")
     dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     options = CommunicationOptions(compression=compression)
     like = {key: array.astype(dtype) for key, array in gradients(comm.rank).items()}
@@ -342,8 +340,10 @@ def test_closed_buckets_are_refused(comm):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_without_threads_it_is_said_and_done_at_the_end(comm, monkeypatch):
-    strategy = mpidist.MirroredStrategy(communicator=comm)
+def test_without_threads_it_is_said_and_done_at_the_end(
+    comm, monkeypatch, make_strategy
+):
+    strategy = make_strategy()
     monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
     warned = pytest.warns(RuntimeWarning, match="THREAD_MULTIPLE")
     with warned if comm.rank == 0 else contextlib.nullcontext():
@@ -354,7 +354,6 @@ def test_without_threads_it_is_said_and_done_at_the_end(comm, monkeypatch):
         for key in mine:
             buckets.put(key, mine[key])
     require_equal(buckets.result, totals(comm))
-    strategy.experimental_finalize()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -381,8 +380,8 @@ class AlarmError(Exception):
 
 
 @pytest.mark.parametrize("kind", [AlarmError, KeyboardInterrupt])
-def test_a_signal_at_the_beginning_of_a_step_raises_on_all(comm, kind):
-    strategy = mpidist.MirroredStrategy(communicator=comm)
+def test_a_signal_at_the_beginning_of_a_step_raises_on_all(comm, kind, make_strategy):
+    strategy = make_strategy()
     buckets = strategy.gradient_buckets(gradients(0), "SUM")
     require_good_step(comm, buckets)
 
@@ -404,7 +403,6 @@ def test_a_signal_at_the_beginning_of_a_step_raises_on_all(comm, kind):
     if comm.rank:
         with pytest.raises(mpidist.CollectiveError, match="rank 0 left"):
             require_good_step(comm, buckets)
-    strategy.experimental_finalize()
 
 
 @pytest.mark.parametrize("late", [False, True])

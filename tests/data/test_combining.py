@@ -1,7 +1,5 @@
 """Zip, enumerate, unbatch, filter, interleave and reduce, against plain lists."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 
@@ -9,6 +7,7 @@ import h5py
 import numpy as np
 import pytest
 from all_ranks import in_order, local, on_all_ranks
+from datasets import generated, joined
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,13 +17,7 @@ from mpidist.data.iter_dataset import IterDataset
 from mpidist.data.map_dataset import Epoch
 from mpidist.data.sharding import BatchShare
 
-
-def numbers(n):
-    return Dataset.range(n)
-
-
-def generated(n):
-    return Dataset.from_generator(lambda: iter(range(n)))
+numbers = Dataset.range
 
 
 def plain(element):
@@ -399,10 +392,6 @@ def parts_of(pipeline, epoch, replicas):
     ]
 
 
-def flat(lists):
-    return [x for part in lists for x in part]
-
-
 @pytest.mark.slow
 @settings(max_examples=40)
 @given(
@@ -420,13 +409,15 @@ def test_every_row_once_for_any_number_of_replicas(n, more, size, drop):
     ]
     for rows in cases:
         pipeline = rows.batch(size, drop).pipeline
-        orders = [flat(flat(parts_of(pipeline, epoch, 1))) for epoch in range(2)]
+        orders = [joined(joined(parts_of(pipeline, epoch, 1))) for epoch in range(2)]
         for order in orders:
             assert len(order) == (n - n % size if drop else n)
             assert sorted(set(order)) == sorted(order)
         for replicas in range(2, 5):
             for epoch in range(2):
-                assert flat(flat(parts_of(pipeline, epoch, replicas))) == orders[epoch]
+                assert (
+                    joined(joined(parts_of(pipeline, epoch, replicas))) == orders[epoch]
+                )
 
 
 @pytest.mark.parametrize("n", [5, 17, 30])

@@ -11,6 +11,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from datasets import joined
 from hdf5_files import Recipe
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -84,10 +85,6 @@ def numbers_of(batch: Any) -> list[int]:
     return list(map(int, numbers))
 
 
-def flat(lists: Any) -> list[int]:
-    return [number for part in lists for number in part]
-
-
 def once_each(numbers: list[int], most: int) -> bool:
     """Return whether no number below `most` is there twice, and no other."""
     counted = collections.Counter(numbers)
@@ -109,15 +106,15 @@ def parts_of(pipeline: Any, epoch: int, replicas: int) -> list[list[list[int]]]:
 
 def require_batches(steps: list[list[list[int]]], case: Case) -> list[int]:
     """Return the order of an epoch; require all rows in full batches but the last."""
-    order = flat(map(flat, steps))
+    order = joined(map(joined, steps))
     kept = case.rows - (case.rows % case.batch_size if case.drop_remainder else 0)
     assert len(order) == kept
     assert once_each(order, case.rows)
-    sizes = [len(flat(parts)) for parts in steps]
+    sizes = [len(joined(parts)) for parts in steps]
     full, rest = divmod(kept, case.batch_size)
     assert sizes == [case.batch_size] * full + [rest] * (rest > 0)
     for parts in steps:  # no replica has more than its share, the first ones have it
-        share = -(-len(flat(parts)) // len(parts))
+        share = -(-len(joined(parts)) // len(parts))
         lengths = list(map(len, parts))
         assert lengths == sorted(lengths, reverse=True)
         assert lengths[0] == share
@@ -162,7 +159,7 @@ def test_every_row_once_per_epoch_for_any_number_of_replicas(case):
             for replicas in range(2, MOST_REPLICAS + 1):
                 steps = parts_of(pipeline, epoch, replicas)
                 assert require_batches(steps, case) == orders[-1]
-            assert flat(flat(parts_of(again, epoch, 3))) == orders[-1]
+            assert joined(joined(parts_of(again, epoch, 3))) == orders[-1]
         require_orders(orders, case)
 
 
@@ -180,7 +177,7 @@ def test_every_row_once_per_epoch_when_files_are_divided(case):
             for replica in range(replicas):
                 mine = whole.shard_files(replicas, replica).rebatch(replicas)
                 files = range(replica, len(case.counts), replicas)
-                own = flat(range(starts[i], starts[i + 1]) for i in files)
+                own = joined(range(starts[i], starts[i + 1]) for i in files)
                 for epoch in range(2):
                     found = [
                         numbers_of(mine.element(Epoch(epoch), i))
@@ -188,13 +185,13 @@ def test_every_row_once_per_epoch_when_files_are_divided(case):
                     ]
                     rest = len(own) % share
                     kept = len(own) - (rest if case.drop_remainder else 0)
-                    assert len(flat(found)) == kept
+                    assert len(joined(found)) == kept
                     assert all(len(batch) == share for batch in found[:-1])
-                    assert once_each(flat(found), case.rows)
-                    assert set(flat(found)) <= set(own)
+                    assert once_each(joined(found), case.rows)
+                    assert set(joined(found)) <= set(own)
                     if case.seed is None:
-                        assert flat(found) == own[:kept]
-                seen += flat(found)
+                        assert joined(found) == own[:kept]
+                seen += joined(found)
             assert once_each(seen, case.rows)
             assert case.drop_remainder or len(seen) == case.rows
 
@@ -211,11 +208,11 @@ def test_every_row_once_per_lap_of_a_repetition(case, count, skip):
         repeated = rows.shuffle(seed=seed).repeat(count)
         pipeline = repeated.skip(skip).batch(case.batch_size).pipeline
         shuffled = rows.shuffle(seed=seed).batch(max(1, case.rows)).pipeline
-        laps = [flat(flat(parts_of(shuffled, lap, 1))) for lap in range(count)]
+        laps = [joined(joined(parts_of(shuffled, lap, 1))) for lap in range(count)]
         assert all(once_each(lap, case.rows) and len(lap) == case.rows for lap in laps)
         for replicas in range(1, MOST_REPLICAS + 1):
-            found = flat(flat(parts_of(pipeline, 0, replicas)))
-            assert found == flat(laps)[skip:]
+            found = joined(joined(parts_of(pipeline, 0, replicas)))
+            assert found == joined(laps)[skip:]
 
 
 @pure
@@ -291,7 +288,7 @@ def new_folder(comm, mpi_tmp_path):
 def test_every_group_of_replicas_goes_through_every_row_once(comm, new_folder, case):
     folder = new_folder(case)
     expected = case.dataset(folder).pipeline
-    orders = [flat(flat(parts_of(expected, epoch, 1))) for epoch in range(2)]
+    orders = [joined(joined(parts_of(expected, epoch, 1))) for epoch in range(2)]
 
     def test(strategy, group):
         found = divided_steps(strategy, group, case.dataset(folder), epochs=2)
@@ -312,7 +309,7 @@ def test_every_group_divides_the_files_without_loss(comm, new_folder, case):
             return
         dataset = case.dataset(folder).with_options(by_file)
         for steps in divided_steps(strategy, group, dataset, epochs=2):
-            rows = flat(flat(steps))
+            rows = joined(joined(steps))
             assert once_each(rows, case.rows)
             assert len(rows) == case.rows
 
@@ -324,9 +321,9 @@ def test_seeds_and_epochs_decide_the_order_and_nothing_else(strategy, comm, seed
     dataset = Dataset.range(60).map(lambda i: {"x": np.array([i, -i]), "y": -i})
     dataset = dataset.shuffle(seed=seed).batch(7)
     divided = divided_steps(strategy, comm, dataset, epochs=4)
-    orders = [flat(flat(steps)) for steps in divided]
+    orders = [joined(joined(steps)) for steps in divided]
     assert len(set(map(tuple, orders))) == 4
     assert all(sorted(order) == list(range(60)) for order in orders)
     again = divided_steps(strategy, comm, dataset, epochs=4)
-    same = [flat(flat(steps)) for steps in again] == orders
+    same = [joined(joined(steps)) for steps in again] == orders
     assert same == (seed is not None)

@@ -7,36 +7,19 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from datasets import in_batches, lists, numbers, shuffled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpidist
 from mpidist import Dataset
 from mpidist.data.map_dataset import Epoch
-from mpidist.data.sharding import BatchShare, Permutation
+from mpidist.data.sharding import BatchShare
 
 
 class Pair(NamedTuple):
     x: np.ndarray
     y: np.ndarray
-
-
-def numbers(n, dtype=np.int64):
-    return Dataset.from_tensor_slices(np.arange(n, dtype=dtype))
-
-
-def lists(elements):
-    """The elements of a dataset of plain arrays as numbers or lists."""
-    return [np.asarray(element).tolist() for element in elements]
-
-
-def batches(rows, size, drop_remainder=False):
-    cut = [rows[i : i + size] for i in range(0, len(rows), size)]
-    return [b for b in cut if len(b) == size or not drop_remainder]
-
-
-def shuffled(n, seed, epoch=0):
-    return Permutation(n, seed, epoch)(np.arange(n)).tolist()
 
 
 def test_rows_of_an_array_have_its_dtype_and_shape():
@@ -73,7 +56,7 @@ def test_arrays_without_common_rows_are_refused(tensors):
 @pytest.mark.parametrize(("n", "size"), [(0, 3), (1, 3), (6, 3), (7, 3), (2, 1)])
 def test_batch(n, size, drop_remainder):
     dataset = numbers(n).batch(size, drop_remainder)
-    expected = batches(list(range(n)), size, drop_remainder)
+    expected = in_batches(list(range(n)), size, drop_remainder)
     assert lists(dataset) == expected
     assert len(dataset) == dataset.cardinality() == len(expected)
 
@@ -127,12 +110,12 @@ def test_shuffle_without_a_seed_is_another_order_each_time():
 def test_epochs_of_a_shuffle_straddle_batches():
     dataset = numbers(7).shuffle(seed=1).repeat(3).batch(4)
     order = [row for epoch in range(3) for row in shuffled(7, 1, epoch)]
-    assert lists(dataset) == batches(order, 4)
+    assert lists(dataset) == in_batches(order, 4)
 
 
 def test_batches_before_the_repeat_do_not_straddle_epochs():
     dataset = numbers(7).shuffle(seed=1).batch(4).repeat(2)
-    expected = [batches(shuffled(7, 1, epoch), 4) for epoch in range(2)]
+    expected = [in_batches(shuffled(7, 1, epoch), 4) for epoch in range(2)]
     assert lists(dataset) == expected[0] + expected[1]
 
 
@@ -157,7 +140,7 @@ def test_seed_may_be_a_numpy_integer():
 
 
 def test_shuffle_after_batch_moves_whole_batches():
-    expected = [batches(list(range(7)), 2)[i] for i in shuffled(4, 5)]
+    expected = [in_batches(list(range(7)), 2)[i] for i in shuffled(4, 5)]
     assert lists(numbers(7).batch(2).shuffle(seed=5)) == expected
 
 
@@ -290,4 +273,4 @@ def test_any_chain_of_steps_does_what_it_does_to_lists(n, steps, batch_size):
         dataset, rows = apply(dataset, name, k), MODELS[name](rows, k)
     assert lists(dataset) == rows(0)
     assert len(dataset) == len(rows(0))
-    assert lists(dataset.batch(batch_size)) == batches(rows(0), batch_size)
+    assert lists(dataset.batch(batch_size)) == in_batches(rows(0), batch_size)

@@ -1,7 +1,5 @@
 """Elements stay what they are until `batch`, which changes no value."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

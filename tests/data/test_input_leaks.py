@@ -1,7 +1,5 @@
 """What iterating over files leaves behind: no thread, no open file."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

@@ -1,33 +1,16 @@
 """Datasets that can only be read in order, in one process, against plain lists."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 
 import numpy as np
 import pytest
+from datasets import generated, in_batches, lists
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpidist
 from mpidist import Dataset
-
-
-def numbers(n):
-    def generate():
-        yield from range(n)
-
-    return Dataset.from_generator(generate)
-
-
-def lists(elements):
-    return [np.asarray(element).tolist() for element in elements]
-
-
-def batches(rows, size, drop_remainder=False):
-    cut = [rows[i : i + size] for i in range(0, len(rows), size)]
-    return [b for b in cut if len(b) == size or not drop_remainder]
 
 
 @pytest.mark.parametrize("source", [[1, 2, 3], range(1, 4), lambda: iter([1, 2, 3])])
@@ -76,8 +59,8 @@ def test_elements_that_are_no_arrays_are_an_error():
 @pytest.mark.parametrize("drop_remainder", [False, True])
 @pytest.mark.parametrize(("n", "size"), [(0, 3), (1, 3), (6, 3), (7, 3), (2, 1)])
 def test_batch(n, size, drop_remainder):
-    dataset = numbers(n).batch(size, drop_remainder)
-    assert lists(dataset) == batches(list(range(n)), size, drop_remainder)
+    dataset = generated(n).batch(size, drop_remainder)
+    assert lists(dataset) == in_batches(list(range(n)), size, drop_remainder)
 
 
 def test_batches_of_unlike_elements_are_an_error():
@@ -99,12 +82,12 @@ def test_take_reads_no_further():
 
 
 def test_endless_repeats_of_nothing_end():
-    assert lists(numbers(0).repeat()) == []
-    assert lists(numbers(2).repeat().take(5)) == [0, 1, 0, 1, 0]
-    assert lists(numbers(2).repeat(-1).skip(1).take(2)) == [1, 0]
+    assert lists(generated(0).repeat()) == []
+    assert lists(generated(2).repeat().take(5)) == [0, 1, 0, 1, 0]
+    assert lists(generated(2).repeat(-1).skip(1).take(2)) == [1, 0]
 
 
-@pytest.mark.parametrize("make", [numbers, Dataset.range])
+@pytest.mark.parametrize("make", [generated, Dataset.range])
 def test_repetitions_of_repetitions_never_repeat_an_order(make):
     dataset = make(40).shuffle(40, seed=1).repeat().take(60).repeat().take(130)
     iterators = [lists(dataset) for _ in range(3)]
@@ -116,13 +99,13 @@ def test_repetitions_of_repetitions_never_repeat_an_order(make):
 
 def test_seeds_of_256_bits_are_told_apart():
     seeds = [0, 1, -1, 2**64 - 1, 2**64, 2**64 + 1, -(2**64), 2**256, -(2**256)]
-    for make in (numbers, Dataset.range):
+    for make in (generated, Dataset.range):
         orders = [tuple(lists(make(40).shuffle(40, seed=seed))) for seed in seeds]
         assert len(set(orders)) == len(seeds)
 
 
 def test_a_shuffle_is_the_same_for_one_seed_and_epoch():
-    one, two = (numbers(20).shuffle(4, seed=3) for _ in range(2))
+    one, two = (generated(20).shuffle(4, seed=3) for _ in range(2))
     epochs = [(lists(one), lists(two)) for _ in range(3)]
     for order, again in epochs:
         assert order == again
@@ -130,24 +113,24 @@ def test_a_shuffle_is_the_same_for_one_seed_and_epoch():
         # An element leaves the buffer of four only after those before it came in
         assert all(x < i + 4 for i, x in enumerate(order))
     assert len({tuple(order) for order, _ in epochs}) == 3
-    assert lists(numbers(20).shuffle(4, seed=4)) != epochs[0][0]
-    assert lists(numbers(20).shuffle(1, seed=4)) == list(range(20))
-    assert sorted(lists(numbers(5).shuffle(100, seed=-1))) == list(range(5))
+    assert lists(generated(20).shuffle(4, seed=4)) != epochs[0][0]
+    assert lists(generated(20).shuffle(1, seed=4)) == list(range(20))
+    assert sorted(lists(generated(5).shuffle(100, seed=-1))) == list(range(5))
 
 
 def test_a_shuffle_may_keep_its_order_or_change_it_over_repeats():
-    kept = numbers(9).shuffle(9, seed=1, reshuffle_each_iteration=False)
+    kept = generated(9).shuffle(9, seed=1, reshuffle_each_iteration=False)
     assert lists(kept) == lists(kept)
     assert lists(kept.repeat(2)) == lists(kept) * 2
-    laps = lists(numbers(9).shuffle(9, seed=1).repeat(2))
+    laps = lists(generated(9).shuffle(9, seed=1).repeat(2))
     assert sorted(laps[:9]) == sorted(laps[9:])
     assert laps[:9] != laps[9:]
-    assert lists(numbers(50).shuffle(50)) != lists(numbers(50).shuffle(50))
+    assert lists(generated(50).shuffle(50)) != lists(generated(50).shuffle(50))
 
 
 def test_a_shuffle_needs_a_buffer_size():
     with pytest.raises(ValueError, match="buffer_size"):
-        numbers(3).shuffle(seed=1)
+        generated(3).shuffle(seed=1)
 
 
 def test_map_takes_tuples_as_arguments():
@@ -166,7 +149,7 @@ def test_errors_of_generators_and_maps_propagate(ahead):
     with pytest.raises(KeyError, match="on purpose"):
         next(elements)
     with pytest.raises(RuntimeError, match="StopIteration"):
-        list(numbers(3).map(lambda x: next(iter(()))).prefetch(ahead))
+        list(generated(3).map(lambda x: next(iter(()))).prefetch(ahead))
 
 
 def test_a_generator_is_closed_when_a_loop_is_broken_off():
@@ -184,12 +167,12 @@ def test_a_generator_is_closed_when_a_loop_is_broken_off():
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, -1])
-@pytest.mark.parametrize("make", [numbers, Dataset.range])
+@pytest.mark.parametrize("make", [generated, Dataset.range])
 def test_prefetch_changes_nothing_and_leaves_no_thread(make, count):
     before = set(threading.enumerate())
     dataset = make(10).batch(3).prefetch(count)
     for _ in range(2):
-        assert lists(dataset) == batches(list(range(10)), 3)
+        assert lists(dataset) == in_batches(list(range(10)), 3)
     for _ in dataset:
         break
     assert set(threading.enumerate()) <= before
@@ -199,7 +182,7 @@ def test_prefetch_changes_nothing_and_leaves_no_thread(make, count):
 
 def test_prefetch_reads_in_another_thread():
     names = []
-    dataset = numbers(3).map(lambda x: names.append(threading.current_thread().name))
+    dataset = generated(3).map(lambda x: names.append(threading.current_thread().name))
     dataset = dataset.map(lambda x: 0)
     list(dataset.prefetch(2))
     assert {name.partition("_")[0] for name in names} == {"mpidist-prefetch"}
@@ -233,7 +216,7 @@ def test_from_tensors_is_one_element():
         Dataset.from_tensors(())
 
 
-MAKERS = [numbers, Dataset.range]
+MAKERS = [generated, Dataset.range]
 
 
 @pytest.mark.parametrize("second", MAKERS)
@@ -242,7 +225,7 @@ def test_concatenate(first, second):
     dataset = first(3).concatenate(second(5).skip(1))
     expected = [0, 1, 2, 1, 2, 3, 4]
     assert lists(dataset) == expected
-    assert lists(dataset.batch(2)) == batches(expected, 2)
+    assert lists(dataset.batch(2)) == in_batches(expected, 2)
     assert lists(dataset.shard(2, 1)) == expected[1::2]
     both = first(3).batch(2).concatenate(second(3).batch(2))
     assert lists(both) == [[0, 1], [2], [0, 1], [2]]
@@ -339,7 +322,7 @@ def apply(dataset, name, k):
 @settings(derandomize=True, database=None, deadline=None)
 @given(st.integers(0, 9), st.lists(STEPS, max_size=5))
 def test_any_chain_of_steps_does_what_it_does_to_rows(n, steps):
-    stream, rows = numbers(n), Dataset.range(n)
+    stream, rows = generated(n), Dataset.range(n)
     for name, k in steps:
         stream, rows = apply(stream, name, k), apply(rows, name, k)
     assert lists(stream) == lists(rows)

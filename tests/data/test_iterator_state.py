@@ -15,10 +15,12 @@ from typing import NamedTuple
 import h5py
 import numpy as np
 import pytest
+from all_ranks import require_usable
+from datasets import generated, reading_ahead, with_policy
 from mpi4py import MPI
 
 import mpidist
-from mpidist import AutoShardPolicy, Dataset, InputOptions, Options
+from mpidist import AutoShardPolicy, Dataset, Options
 from mpidist.data.sharding import Permutation
 from mpidist.data.sources import RangeRows
 from mpidist.util import nest
@@ -30,12 +32,7 @@ PREFETCH = pytest.mark.parametrize("prefetch", [0, 1, 3])
 # Data
 
 
-def numbers(n):
-    return Dataset.range(n)
-
-
-def generated(n):
-    return Dataset.from_generator(lambda: iter(range(n)))
+numbers = Dataset.range
 
 
 def write(folder, counts, start=0):
@@ -214,10 +211,6 @@ class Run(NamedTuple):
     states: list  # before each step, and after the last one
 
 
-def options(prefetch):
-    return InputOptions(experimental_per_replica_buffer_size=prefetch)
-
-
 def whole(strategy, batch):
     """All replicas' rows of a batch, of all leaves, as lists."""
     gathered = strategy.gather(batch, axis=0)
@@ -303,7 +296,7 @@ def test_a_state_does_not_depend_on_the_number_of_ranks(comm, strategies, files)
 @ALL_CASES
 def test_an_iterator_in_use_goes_back_at_every_step(strategy, files, case, prefetch):
     dataset = case.build(files([5, 0, 2, 11]))
-    divided = strategy.experimental_distribute_dataset(dataset, options(prefetch))
+    divided = strategy.experimental_distribute_dataset(dataset, reading_ahead(prefetch))
     expected = run(strategy, iter(divided), case.limit)
     before = set(threading.enumerate())
     iterator = iter(divided)
@@ -414,7 +407,7 @@ def test_a_state_is_not_changed_by_what_comes_after(strategy):
 @PREFETCH
 def test_batches_read_ahead_are_not_consumed(strategy, prefetch):
     dataset = numbers(40).batch(4)
-    divided = strategy.experimental_distribute_dataset(dataset, options(prefetch))
+    divided = strategy.experimental_distribute_dataset(dataset, reading_ahead(prefetch))
     for iterator in (iter(divided), iter(dataset.prefetch(prefetch))):
         for step in range(5):
             assert iterator.get_state()["step"] == step
@@ -473,7 +466,7 @@ def test_seeking_reads_nothing_but_the_step(strategy, comm, monkeypatch, step):
     reads = Reads(monkeypatch)
     dataset = Dataset.range(10**12).shuffle(seed=1).batch(1000)
     order = Permutation(10**12, seed=1)
-    divided = strategy.experimental_distribute_dataset(dataset, options(0))
+    divided = strategy.experimental_distribute_dataset(dataset, reading_ahead(0))
     for iterator in (iter(divided), iter(dataset)):
         iterator.set_state(iterator.get_state() | {"step": step})
         assert reads.rows == []
@@ -493,11 +486,6 @@ def test_seeking_reads_nothing_but_the_step(strategy, comm, monkeypatch, step):
 
 
 # States that do not fit
-
-
-def require_usable(strategy):
-    n = strategy.num_replicas_in_sync
-    assert strategy.reduce("SUM", strategy.extended.replica_id + 1) == n * (n + 1) // 2
 
 
 BAD = {
@@ -694,10 +682,6 @@ def test_replicas_own_data_go_on_at_the_same_number_of_ranks(
     require_only_here(comm, strategies, divide, of_replicas)
 
 
-def with_policy(dataset, name):
-    return dataset.with_options(Options(auto_shard_policy=AutoShardPolicy[name]))
-
-
 def test_own_files_go_on_at_the_same_number_of_ranks(strategy, comm, strategies, files):
     paths = files([5, 3, 0, 7])
 
@@ -774,7 +758,7 @@ def test_a_generator_that_yields_too_little_is_an_error_on_all(
         yield from range(lengths[0] if comm.rank == comm.size - 1 else 20)
 
     dataset = Dataset.from_generator(generate).batch(4)
-    divided = strategy.experimental_distribute_dataset(dataset, options(prefetch))
+    divided = strategy.experimental_distribute_dataset(dataset, reading_ahead(prefetch))
     expected = run(strategy, iter(divided))
     iterator = iter(divided)
     lengths[0] = 6
@@ -799,7 +783,7 @@ def test_a_generator_that_fails_is_an_error_on_all(strategy, comm, prefetch):
             yield i
 
     dataset = Dataset.from_generator(generate).batch(4)
-    divided = strategy.experimental_distribute_dataset(dataset, options(prefetch))
+    divided = strategy.experimental_distribute_dataset(dataset, reading_ahead(prefetch))
     expected = run(strategy, iter(divided))
     failures.append(MESSAGE)
     iterator = iter(divided)
@@ -872,7 +856,7 @@ def test_going_on_does_not_start_a_generator_that_has_not_begun(strategy):
         yield from range(8)
 
     divided = strategy.experimental_distribute_dataset(
-        Dataset.from_generator(generate).batch(4), options(0)
+        Dataset.from_generator(generate).batch(4), reading_ahead(0)
     )
     iterator = iter(divided)
     iterator.set_state(iterator.get_state())

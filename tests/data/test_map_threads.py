@@ -1,7 +1,5 @@
 """Maps in several threads: the same elements in the same order, and no thread left."""
 
-from __future__ import annotations
-
 import functools
 import os
 import threading
@@ -11,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import h5py
 import numpy as np
 import pytest
+from all_ranks import local_rows, require_usable, rows_in_order
+from datasets import generated, lists, new_threads, numbers, require_no_new_threads
 
 import mpidist
 from mpidist import Dataset, InputOptions
@@ -30,46 +30,6 @@ class Meeting:
         self._barrier.wait(600)
         self.threads.add(threading.current_thread().name)
         return x + 1
-
-
-def numbers(n, dtype=np.int64):
-    return Dataset.from_tensor_slices(np.arange(n, dtype=dtype))
-
-
-def generated(n):
-    return Dataset.from_generator(lambda: map(np.int64, range(n)))
-
-
-def lists(elements):
-    return [np.asarray(element).tolist() for element in elements]
-
-
-def new_threads(before):
-    return [t for t in threading.enumerate() if t not in before]
-
-
-def require_no_new_threads(before):
-    for thread in new_threads(before):
-        thread.join(600)
-    assert not new_threads(before)
-
-
-def mine(strategy, batches):
-    """This replica's rows of all batches."""
-    parts = [strategy.experimental_local_results(batch)[0] for batch in batches]
-    return [part.tolist() for part in parts]
-
-
-def in_order(strategy, comm, batches):
-    """The rows of all ranks, in their order."""
-    parts = zip(*comm.allgather(mine(strategy, batches)))
-    return [x for ranks in parts for part in ranks for x in part]
-
-
-def require_usable(strategy):
-    n = strategy.num_replicas_in_sync
-    total = strategy.reduce("SUM", strategy.extended.replica_id + 1)
-    assert total == n * (n + 1) // 2
 
 
 # One process
@@ -274,7 +234,7 @@ def test_divided_datasets_are_the_same_with_threads(
             dataset = rows.map(double, n).batch(4)
         before = threading.enumerate()
         divided = strategy.experimental_distribute_dataset(dataset, options)
-        found.append([in_order(strategy, comm, divided) for _ in range(2)])
+        found.append([rows_in_order(strategy, comm, divided) for _ in range(2)])
         require_no_new_threads(before)
     assert found[0] == found[1]
     assert sorted(found[0][0]) == list(range(0, 60, 2))
@@ -288,7 +248,7 @@ def test_rows_of_files_are_the_same_with_threads(strategy, comm, tmp_path):
     dataset = Dataset.from_hdf5(paths, "x").shuffle(seed=1).batch(5)
     dataset = dataset.map(lambda x: x + 1, num_parallel_calls=4)
     divided = strategy.experimental_distribute_dataset(dataset)
-    assert sorted(in_order(strategy, comm, divided)) == list(range(1, 61))
+    assert sorted(rows_in_order(strategy, comm, divided)) == list(range(1, 61))
 
 
 def test_steps_are_mapped_at_the_same_time(strategy, comm):
@@ -296,7 +256,7 @@ def test_steps_are_mapped_at_the_same_time(strategy, comm):
     n = comm.size
     dataset = numbers(8 * n).batch(2 * n).map(meet, num_parallel_calls=2)
     divided = strategy.experimental_distribute_dataset(dataset)
-    assert in_order(strategy, comm, divided) == list(range(1, 8 * n + 1))
+    assert rows_in_order(strategy, comm, divided) == list(range(1, 8 * n + 1))
     assert len(meet.threads) == 2
 
 
@@ -306,7 +266,7 @@ def test_rows_of_a_batch_are_mapped_at_the_same_time(strategy, comm):
     dataset = numbers(8 * n).map(meet, num_parallel_calls=2).batch(4 * n)
     options = InputOptions(experimental_per_replica_buffer_size=0)
     divided = strategy.experimental_distribute_dataset(dataset, options)
-    assert in_order(strategy, comm, divided) == list(range(1, 8 * n + 1))
+    assert rows_in_order(strategy, comm, divided) == list(range(1, 8 * n + 1))
     assert all(name.startswith("mpidist-map") for name in meet.threads)
 
 
@@ -322,7 +282,7 @@ def test_a_generator_is_read_in_one_thread(strategy, comm):
     dataset = Dataset.from_generator(rows).map(meet, num_parallel_calls=2).batch(3)
     before = threading.enumerate()
     divided = strategy.experimental_distribute_dataset(dataset)
-    assert in_order(strategy, comm, divided) == list(range(1, 13))
+    assert rows_in_order(strategy, comm, divided) == list(range(1, 13))
     assert len(readers) == 1
     require_no_new_threads(before)
 
@@ -383,7 +343,7 @@ def test_after_a_failure_the_step_can_be_read_again(strategy, comm):
     with pytest.raises(OSError, match=MESSAGE):
         next(iterator)
     batches += list(iterator)
-    assert in_order(strategy, comm, batches) == list(range(32))
+    assert rows_in_order(strategy, comm, batches) == list(range(32))
 
 
 def test_a_divided_loop_that_is_broken_off_leaves_no_thread(strategy):
@@ -401,7 +361,7 @@ def test_own_batches_of_each_replica_are_mapped_in_threads(strategy, comm):
         return rows.batch(2).map(lambda x: -x, num_parallel_calls=3)
 
     divided = strategy.distribute_datasets_from_function(make)
-    assert mine(strategy, divided) == [
+    assert local_rows(strategy, divided) == [
         (-np.arange(24)[comm.rank :: comm.size])[i : i + 2].tolist()
         for i in range(0, 2 * len(divided), 2)
     ]

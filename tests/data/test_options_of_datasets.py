@@ -1,7 +1,5 @@
 """Options as TensorFlow's scripts set them, and optional elements."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

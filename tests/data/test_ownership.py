@@ -1,12 +1,11 @@
 """Generators and mapped functions may reuse their arrays: each element is its own."""
 
-from __future__ import annotations
-
 import sys
 import threading
 
 import numpy as np
 import pytest
+from datasets import generated
 
 import mpidist
 from mpidist import Dataset
@@ -65,7 +64,7 @@ def test_a_generator_that_reuses_its_arrays(steps):
     require_equal(found, steps(Dataset.from_generator(anew)))
 
 
-@pytest.mark.parametrize("source", [Dataset.range, lambda n: numbers(n)])
+@pytest.mark.parametrize("source", [Dataset.range, lambda n: generated(n)])
 @pytest.mark.parametrize("threads", [None, 3])
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
 def test_a_function_that_reuses_its_arrays(source, threads, steps):
@@ -83,10 +82,6 @@ def test_a_function_that_reuses_its_arrays(source, threads, steps):
 
     found = steps(source(ROWS).map(reuse, threads))
     require_equal(found, steps(source(ROWS).map(make)))
-
-
-def numbers(n):
-    return Dataset.from_generator(lambda: iter(range(n)))
 
 
 def test_a_function_that_returns_what_it_got_before():

@@ -1,7 +1,5 @@
 """Which rows go where: slices of batches, and permutations without a table."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import math

@@ -1,7 +1,5 @@
 """What datasets say of their elements, against the elements."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import h5py

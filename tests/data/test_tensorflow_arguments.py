@@ -1,7 +1,5 @@
 """Arguments and methods of TensorFlow's datasets, which change nothing here."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Arrays of all kinds: recognised without a copy, and given back as what they were."""
 
-from __future__ import annotations
-
 import array
 import sys
 import types

@@ -5,8 +5,6 @@ source of such a driver (build-fake.sh). Without it, or without CUDA's headers, 
 tests are skipped, and say so.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

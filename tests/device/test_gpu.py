@@ -3,8 +3,6 @@
 On a machine with one GPU the ranks share it.
 """
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 
@@ -303,12 +301,11 @@ def test_arrays_here_on_the_gpu_and_there_on_the_host_are_refused(comm, strategy
 
 
 @pytest.mark.mpi(min_size=2)
-def test_arrays_on_a_gpu_are_refused_by_a_strategy_on_cpus(comm):
-    strategy = mpidist.MirroredStrategy(["CPU:0"], communicator=comm)
+def test_arrays_on_a_gpu_are_refused_by_a_strategy_on_cpus(comm, make_strategy):
+    strategy = make_strategy(["CPU:0"])
     with pytest.raises(mpidist.ArgumentError, match=r"value\['x'\] is on a GPU"):
         strategy.reduce("SUM", {"x": cupy.ones(3), "y": 1})
     assert strategy.reduce("SUM", 1) == comm.size
-    strategy.experimental_finalize()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -348,15 +345,12 @@ def test_nccl_is_refused_where_ranks_share_a_gpu(comm, strategy, asked):
         lambda: mpidist.ReductionToOneDevice(accumulation_fn=sum),
     ],
 )
-def test_other_cross_device_ops(comm, make):
-    strategy = mpidist.MirroredStrategy(
-        cross_device_ops=make(), communicator=comm, allow_shared_gpu=True
-    )
+def test_other_cross_device_ops(comm, make, make_strategy):
+    strategy = make_strategy(cross_device_ops=make(), allow_shared_gpu=True)
     for count in (1, 50_000):
         everyone = [numbers(rank, count) for rank in range(comm.size)]
         got = strategy.reduce("SUM", cupy.asarray(everyone[comm.rank]))
         require_equal(got, np.sum(everyone, axis=0))
-    strategy.experimental_finalize()
 
 
 SPIN = r"""
@@ -461,14 +455,13 @@ def test_buckets_are_reduced_beside_a_stream(comm, strategy, fill_late, nest_byt
     buckets.close()
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "f4", "i4"])
 @pytest.mark.parametrize("compression", [None, "float16"])
 def test_results_of_buckets_are_memory_of_the_stream(
     comm, strategy, dtype, compression
 ):
     """Not of the thread's, which would write there while others still read."""
-    if comm.size == 1:
-        pytest.skip("one rank has no thread")
     ml_dtypes = pytest.importorskip("ml_dtypes")
     dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     like = [cupy.ones(5, dtype), cupy.ones((300, 70), dtype)]
@@ -576,7 +569,6 @@ def test_the_main_job_learns_on_gpus(mpirun, tmp_path):
     for devices in ([], ["--devices", "CPU:0"]):
         arguments = ["--data-dir", str(tmp_path), *devices]
         ended = mpirun(2, job, *arguments, MPIDIST_ALLOW_SHARED_GPU="1")
-        assert ended.returncode == 0, ended.stderr
         *_, last = ended.stdout.splitlines()
         parts = last.split()[:2]  # loss=... accuracy=...
         scores.append([float(part.partition("=")[2]) for part in parts])
@@ -593,8 +585,7 @@ from mpidist.__main__ import main
 sys.exit(main(["tune", "--output", {str(path)!r}, "--largest-bytes", "100000",
                "--repetitions", "1"]))
 """
-    ended = mpirun(2, script, MPIDIST_ALLOW_SHARED_GPU="1")
-    assert ended.returncode == 0, ended.stderr
+    mpirun(2, script, MPIDIST_ALLOW_SHARED_GPU="1")
     if comm.rank == 0:
         layout = Layout(short_name(MPI.Get_library_version()), (2,), "GPU")
         assert set(find_table(path, layout)) == {"allreduce", "allgatherv", "broadcast"}

@@ -1,7 +1,5 @@
 """MIN, MAX, PRODUCT, exchanges, broadcasts and sparse rows of arrays on GPUs."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

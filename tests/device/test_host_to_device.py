@@ -3,8 +3,6 @@
 All but a few tests run on a device of threads too; see `thread_streams`.
 """
 
-from __future__ import annotations
-
 import collections
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What kernels add up on a GPU: with CuPy's compiler, and without a GPU."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import types

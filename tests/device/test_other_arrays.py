@@ -1,7 +1,5 @@
 """Arrays of other libraries go in without a copy and come back as they came."""
 
-from __future__ import annotations
-
 import array
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What tests of `mpidist.jax` share."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """What takes arrays takes JAX's, and gives JAX's back."""
 
-from __future__ import annotations
-
 import types
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Collectives inside of jit, grad, vmap, scan and cond; the oracle is one process."""
 
-from __future__ import annotations
-
 import functools
 import threading
 

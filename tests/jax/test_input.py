@@ -1,7 +1,5 @@
 """Batches as JAX arrays: every row once, and none changes later."""
 
-from __future__ import annotations
-
 import h5py
 import numpy as np
 import pytest

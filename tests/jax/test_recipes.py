@@ -1,7 +1,5 @@
 """The manual's recipes for Flax NNX and Equinox, where these are installed."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

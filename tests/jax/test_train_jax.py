@@ -1,7 +1,5 @@
 """The JAX jobs: the same on any number of ranks, resumed exactly, ten lines more."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -15,7 +13,6 @@ JOBS = Path(__file__).parents[2] / "jobs"
 def run(mpirun, ranks, script, folder, name, *more):
     folders = f"--data-dir={folder / 'data'}", f"--checkpoint-dir={folder / name}"
     ended = mpirun(ranks, str(JOBS / script), *folders, *more)
-    assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
 
@@ -58,6 +55,6 @@ def test_a_job_that_ends_in_the_middle_goes_on_exactly(mpirun, tmp_path):
         f"runpy.run_path({str(JOBS / 'train_jax.py')!r}, run_name='__main__')\n"
     )
     folders = f"--data-dir={tmp_path / 'data'}", f"--checkpoint-dir={tmp_path / 'cut'}"
-    ended = mpirun(2, script, *folders, *more)
+    ended = mpirun(2, script, *folders, *more, fails=True)
     assert ended.returncode == 99, ended.stderr
     assert run(mpirun, 2, "train_jax.py", tmp_path, "cut", *more) == expected

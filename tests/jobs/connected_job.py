@@ -3,8 +3,6 @@
 Usage: connected_job.py server|client FIFO
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

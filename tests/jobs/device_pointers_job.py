@@ -4,8 +4,6 @@ The GPU may be one whose memory exists, but that computes nothing. What is writt
 array gets there when the stream is waited for, and no sooner.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 

@@ -5,8 +5,6 @@
 Each rank checks what it gets, and rank 0 says "all is well" after all have.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """Addresses of ranks from Slurm's variables: TensorFlow's answers, and refusals."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Ranks of a notebook, by ipyparallel; skipped where that is not installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

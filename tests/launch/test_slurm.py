@@ -1,7 +1,5 @@
 """Jobs under a real Slurm: launchers, the scripts in jobs/, signals, pre-emption."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -25,6 +23,7 @@ WITH_SRUN, WITH_OTHER = (
 )
 WITH_MPIRUN = "train_mpirun.sbatch"
 RANKS = range(4)
+TWO_NODES = ("--nodes=2", "--ntasks-per-node=2")
 
 WHO = """
 import os
@@ -128,12 +127,7 @@ def require_second_run(job):
 
 @pytest.mark.parametrize("protocol", ["none", "pmi2", "pmix", "cray_shasta"])
 def test_srun_makes_one_world_or_is_refused_by_name(slurm, protocol):
-    ended = slurm.srun(
-        "--nodes=2",
-        "--ntasks-per-node=2",
-        f"--mpi={protocol}",
-        *(sys.executable, "-c", WHO),
-    )
+    ended = slurm.srun(*TWO_NODES, f"--mpi={protocol}", sys.executable, "-c", WHO)
     if protocol == PROTOCOL:
         assert ended.returncode == 0, ended.stderr
         ranks = who(ended.stdout)
@@ -151,12 +145,8 @@ def test_srun_makes_one_world_or_is_refused_by_name(slurm, protocol):
 
 @pytest.mark.parametrize("protocol", [PROTOCOL, "none"])
 def test_the_doctor_under_srun(slurm, protocol):
-    ended = slurm.srun(
-        "--nodes=2",
-        "--ntasks-per-node=2",
-        f"--mpi={protocol}",
-        *(sys.executable, "-m", "mpidist", "doctor"),
-    )
+    doctor = [sys.executable, "-m", "mpidist", "doctor"]
+    ended = slurm.srun(*TWO_NODES, f"--mpi={protocol}", *doctor)
     if protocol == PROTOCOL:
         assert ended.returncode == 0, ended.stdout
         assert "MPI sees 4" in ended.stdout
@@ -170,10 +160,7 @@ def test_the_doctor_under_srun(slurm, protocol):
 
 def test_local_ranks_follow_the_nodes_not_their_numbers(slurm):
     ended = slurm.srun(
-        "--nodes=2",
-        "--ntasks-per-node=2",
-        "--distribution=cyclic",
-        f"--mpi={PROTOCOL}",
+        *(*TWO_NODES, "--distribution=cyclic", f"--mpi={PROTOCOL}"),
         *(sys.executable, "-c", WHO),
     )
     assert ended.returncode == 0, ended.stderr
@@ -194,9 +181,8 @@ def test_mpirun_in_an_allocation_makes_one_world(slurm, folder, nodes, default):
     assert job.wait()["JobState"] == "COMPLETED", job.output
     ranks = who(job.output)
     assert [fields["of"] for fields in ranks] == ["4"] * 4
-    assert [fields["local"] for fields in ranks] == [
-        str(i % (4 // nodes)) for i in RANKS
-    ]
+    local = [str(i % (4 // nodes)) for i in RANKS]
+    assert [fields["local"] for fields in ranks] == local
     assert {fields["nodes"] for fields in ranks} == {str(nodes)}
     # Slurm's variables describe mpirun's daemons, so nothing is told from them
     assert {fields["address"] for fields in ranks} == {"None"}
@@ -207,8 +193,7 @@ def test_mpidist_run_in_an_allocation(slurm, folder, launcher):
     (folder / "who.py").write_text(WHO)
     own = f"{sys.executable} -m mpidist run --launcher {launcher}"
     job = slurm.submit(
-        "--nodes=2",
-        "--ntasks-per-node=2",
+        *TWO_NODES,
         f"--wrap={own} who.py",
         cwd=folder,
         SLURM_MPI_TYPE="none",
@@ -237,8 +222,7 @@ def test_mpidist_run_in_a_step_of_a_shell(slurm, folder):
 def test_others_go_on_without_a_rank_that_died_on_another_node(slurm, folder):
     (folder / "elastic.py").write_text(ELASTIC)
     job = slurm.submit(
-        "--nodes=2",
-        "--ntasks-per-node=2",
+        *TWO_NODES,
         f"--wrap={by_mpirun('elastic.py', '--with-ft', 'ulfm')}",
         cwd=folder,
         SLURM_MPI_TYPE="none",
@@ -251,19 +235,14 @@ def test_others_go_on_without_a_rank_that_died_on_another_node(slurm, folder):
 @pytest.mark.parametrize(
     ("option", "srun", "mpirun"),
     [
-        # Each rank sees its own; or those of the node, of which it takes that of its
-        # local rank
-        (
-            "--gpus-per-task=1",
-            ["0", "1"] * 2,
-            ["0"] * 4 if IS_OPEN_MPI else ["0,1"] * 4,
-        ),
+        # Each rank sees its own; or the node's, and takes that of its local rank
+        ("--gpus-per-task=1", ["0", "1"] * 2, ["0" if IS_OPEN_MPI else "0,1"] * 4),
         ("--gres=gpu:2", ["0,1"] * 4, ["0,1"] * 4),
     ],
 )
 def test_which_gpus_ranks_are_told(slurm, folder, option, srun, mpirun):
     (folder / "who.py").write_text(WHO)
-    size = ["--nodes=2", "--ntasks-per-node=2", option]
+    size = [*TWO_NODES, option]
     ended = slurm.srun(
         *size, f"--mpi={PROTOCOL}", sys.executable, str(folder / "who.py")
     )
@@ -277,9 +256,8 @@ def test_which_gpus_ranks_are_told(slurm, folder, option, srun, mpirun):
     "text", ["n[1-3],m5,gpu[008,010-012]", "n[9-11]", "r[0-1]n[1-2]", "a,b[1,3-4],c"]
 )
 def test_lists_of_hosts_are_expanded_as_slurm_does(slurm, text):
-    assert (
-        expand_hosts(text) == slurm.run("scontrol", "show", "hostnames", text).split()
-    )
+    expanded = slurm.run("scontrol", "show", "hostnames", text).split()
+    assert expand_hosts(text) == expanded
 
 
 def test_the_scripts_give_mpiruns_digits(slurm, submit, folder):

@@ -1,7 +1,5 @@
 """Which launcher starts a job: the MPI library's own mpirun, or srun."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

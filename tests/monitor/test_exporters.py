@@ -1,7 +1,5 @@
 """Scalars for Prometheus, read back by its own parser."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import math

@@ -1,7 +1,5 @@
 """Progress: what is iterated over stays the same, and what is shown is right."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

@@ -1,7 +1,5 @@
 """Timelines: whole, on one clock, and harmless."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -378,7 +376,6 @@ except mpidist.DivergenceError:
 
 def test_an_error_in_the_block_on_one_rank_hangs_nobody(mpirun, tmp_path):
     job = mpirun(2, ALONE, FOLDER=str(tmp_path))
-    assert job.returncode == 0, job.stderr
     assert job.stdout.count("they differ") == 2
 
 
@@ -440,8 +437,7 @@ for i in range(30):
 
 
 def test_by_the_environment(mpirun, tmp_path):
-    job = mpirun(2, JOB, MPIDIST_TIMELINE=str(tmp_path))
-    assert job.returncode == 0, job.stderr
+    mpirun(2, JOB, MPIDIST_TIMELINE=str(tmp_path))
     traces = read_traces(tmp_path)
     assert [len(trace.steps()) for trace in traces] == [30, 30]
     assert all(trace.end for trace in traces)
@@ -455,8 +451,7 @@ if strategy.extended.replica_id == 1:
         1 // 0
 strategy.barrier()
 """
-    job = mpirun(2, JOB + fail, MPIDIST_TIMELINE=str(tmp_path))
-    assert job.returncode != 0
+    mpirun(2, JOB + fail, MPIDIST_TIMELINE=str(tmp_path), fails=True)
     trace = next(trace for trace in read_traces(tmp_path) if trace.rank == 1)
     assert trace.end
     names = [event["name"] for event in trace.events()]
@@ -479,8 +474,7 @@ if strategy.extended.replica_id == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 strategy.barrier()
 """
-    job = mpirun(2, JOB + wait, MPIDIST_TIMELINE=str(tmp_path))
-    assert job.returncode != 0
+    mpirun(2, JOB + wait, MPIDIST_TIMELINE=str(tmp_path), fails=True)
     traces = read_traces(tmp_path)
     assert len(traces) == 2
     assert not traces[1].end

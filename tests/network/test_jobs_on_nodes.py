@@ -1,7 +1,5 @@
 """Jobs over several nodes give what NumPy gives, and find the nodes."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Benchmarks of the network run; what they measure is not judged here."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

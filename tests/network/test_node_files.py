@@ -1,7 +1,5 @@
 """Folders that one node does not see: the job says which, and on what rank."""
 
-from __future__ import annotations
-
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the tests over several nodes stand on: nodes are apart, and leave nothing."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """Ranks that wait for each other in different communicators are told at once."""
 
-from __future__ import annotations
-
 import pytest
 
 PROLOGUE = """
@@ -116,7 +114,6 @@ def test_all_ranks_are_told_of_a_deadlock(mpirun, case, nodes):
     ranks, script = (3, THREE) if case == "three groups" else (2, TWO + BAD[case])
     environment = {"MPIDIST_RANKS_PER_NODE": "1"} if nodes > 1 else {}
     ended = mpirun(ranks, PROLOGUE + script + END, **environment)
-    assert ended.returncode == 0, ended.stderr
     count = ended.stdout.count("DivergenceError the ranks wait for each other for ever")
     assert count >= ranks, ended.stdout
     for rank in range(ranks):
@@ -127,8 +124,7 @@ def test_all_ranks_are_told_of_a_deadlock(mpirun, case, nodes):
 def test_a_rank_that_makes_a_strategy_instead_is_named(mpirun):
     """It waits inside MPI, so only the others can raise."""
     script = "first.reduce('SUM', x) if rank else mpidist.MirroredStrategy()"
-    ended = mpirun(2, PROLOGUE + TWO + script)
-    assert ended.returncode != 0
+    ended = mpirun(2, PROLOGUE + TWO + script, fails=True)
     assert "rank 1 waits in reduce at <string>:" in ended.stderr
     assert "; rank 0 waits in making a strategy at <string>:" in ended.stderr
 
@@ -138,5 +134,4 @@ def test_a_rank_that_makes_a_strategy_instead_is_named(mpirun):
 def test_ranks_that_will_go_on_are_waited_for(mpirun, case, nodes):
     environment = {"MPIDIST_RANKS_PER_NODE": "1"} if nodes > 1 else {}
     script = PROLOGUE + TWO + SLOW + GOOD[case] + "assert total == 4, total\n"
-    ended = mpirun(2, script, **environment)
-    assert ended.returncode == 0, ended.stderr
+    mpirun(2, script, **environment)

@@ -1,7 +1,5 @@
 """Ranks that die: where MPI can, the others go on without them."""
 
-from __future__ import annotations
-
 import mmap
 import tempfile
 from pathlib import Path
@@ -101,7 +99,6 @@ sys.stdout.write(f"{{sizes}} {{result}}\\n")
 """
     environment = {"MPIDIST_RANKS_PER_NODE": "2"} if nodes > 1 else {}
     ended = mpirun(4, script, options=ULFM, **environment)
-    assert ended.returncode == 0, ended.stderr
     left = sorted({0, 1, 2, 3} - set(dead))
     line = f"[4, {len(left)}] {float(sum(left))}"
     assert ended.stdout.split("\n") == [*[line] * len(left), ""]
@@ -156,7 +153,6 @@ assert sorted(seen) == sorted([*rows] * 3)
 sys.stdout.write(f"{{size}} done\\n")
 """
     ended = mpirun(4, script, options=ULFM)
-    assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "2 done\n" * 2
     assert "rank 1 of 4 died; 3 continue" in ended.stderr
     assert "rank 1 of 3 died; 2 continue" in ended.stderr
@@ -194,7 +190,6 @@ mpidist.run_elastic(train)
 sys.stdout.write(f"{{sizes}}\\n")
 """
     ended = mpirun(ranks, script, options=ULFM, MPIDIST_ALLOW_SHARED_GPU="1")
-    assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "[3, 2]\n" * 2
 
 
@@ -217,7 +212,6 @@ def train(strategy):
 mpidist.run_elastic(train)
 """
     ended = mpirun(3, script, options=ULFM)
-    assert ended.returncode == 0, ended.stderr
     assert "rank 2 of 3 died; 2 continue" in ended.stderr
     with h5py.File(path) as file:
         assert sorted(file["x"][...]) == list(range(60))
@@ -233,8 +227,7 @@ if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
 import mpidist
 mpidist.run_elastic(lambda strategy: strategy.reduce("SUM", 1))
 """
-    ended = mpirun(3, script, options=ULFM, MPIDIST_HANG_SECONDS="4")
-    assert ended.returncode != 0
+    ended = mpirun(3, script, options=ULFM, MPIDIST_HANG_SECONDS="4", fails=True)
     assert "mpi_defaults.py" in ended.stderr
 
 
@@ -246,8 +239,7 @@ if rank == 1:
     die()
 strategy.reduce("SUM", 1)
 """
-    ended = mpirun(3, script, options=ULFM)
-    assert ended.returncode != 0
+    ended = mpirun(3, script, options=ULFM, fails=True)
     assert "RankLostError: rank 1 of 3 has died" in ended.stderr
 
 
@@ -260,8 +252,7 @@ def train(strategy):
     strategy.reduce("SUM", 1)
 mpidist.run_elastic(train, min_replicas=2)
 """
-    ended = mpirun(2, script, options=ULFM)
-    assert ended.returncode != 0
+    ended = mpirun(2, script, options=ULFM, fails=True)
     assert "RankLostError" in ended.stderr
     assert "min_replicas is 2" in ended.stderr
 
@@ -277,8 +268,7 @@ def train(strategy):
 mpidist.run_elastic(train)
 print("went on")
 """
-    ended = mpirun(3, script)
-    assert ended.returncode != 0
+    ended = mpirun(3, script, fails=True)
     assert "went on" not in ended.stdout
 
 
@@ -302,8 +292,6 @@ runpy.run_module("train_digits_resumable", run_name="__main__")
 """
     options += ["--checkpoint-dir", str(folder), "--save-every", "5"]
     disturbed = mpirun(3, script, *options, options=ULFM, OMP_NUM_THREADS="1")
-    assert undisturbed.returncode == 0, undisturbed.stderr
-    assert disturbed.returncode == 0, disturbed.stderr
     assert "rank 0 of 3 died; 2 continue" in disturbed.stderr
     expected, found = (e.stdout.split()[:2] for e in (undisturbed, disturbed))
     assert found == expected

@@ -1,7 +1,5 @@
 """The watchdog: slow ranks are named, and jobs that would hang end."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -92,8 +90,7 @@ def test_a_job_that_would_hang_ends_and_says_why(mpirun, case, collective, nodes
     """It names the rank that did not come, the call, and its place."""
     script = PROLOGUE + LIMITED + CASES[case] + "\n" + COLLECTIVES[collective] + "\n"
     environment = {"MPIDIST_RANKS_PER_NODE": "1"} if nodes > 1 else {}
-    ended = mpirun(2, script, **environment)
-    assert ended.returncode != 0
+    ended = mpirun(2, script, **environment, fails=True)
     assert "rank 0 of 2 has waited" in ended.stderr
     assert "rank 1 did not arrive. The job ends" in ended.stderr
     assert "<string>:" in ended.stderr or "-c" in ended.stderr
@@ -116,8 +113,7 @@ if rank == 1:
 strategy.reduce("SUM", 1)
 """
     )
-    ended = mpirun(2, script)
-    assert ended.returncode != 0
+    ended = mpirun(2, script, fails=True)
     assert "thread 'evaluation' did not arrive on rank 0" in ended.stderr
     assert "reduce at <string>:" in ended.stderr
 
@@ -135,8 +131,7 @@ value = np.ones(1000)
 strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", value, options))
 """
     environment = {"MPIDIST_RANKS_PER_NODE": "1"} if nodes > 1 else {}
-    ended = mpirun(2, script, **environment)
-    assert ended.returncode != 0
+    ended = mpirun(2, script, **environment, fails=True)
     assert "rank 0 of 2 has waited" in ended.stderr
     assert "rank 1 no longer answered: died, stopped or cut off" in ended.stderr
 
@@ -179,8 +174,7 @@ def test_ranks_know_the_processes_of_their_node(comm, strategy):
 def test_the_variable_limits_how_long_ranks_wait(mpirun):
     """So long that ranks that come late to the start are none that never come."""
     script = PROLOGUE + CASES["never comes"] + "\n" + COLLECTIVES["small"] + "\n"
-    ended = mpirun(2, script, MPIDIST_HANG_SECONDS="30")
-    assert ended.returncode != 0
+    ended = mpirun(2, script, MPIDIST_HANG_SECONDS="30", fails=True)
     assert "more than MPIDIST_HANG_SECONDS allows" in ended.stderr
     assert "rank 1 did not arrive. The job ends" in ended.stderr
 
@@ -204,7 +198,6 @@ print("done")
 """
     environment = {"MPIDIST_RANKS_PER_NODE": "1"} if nodes > 1 else {}
     ended = mpirun(2, script, **environment)
-    assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("done") == 2
     assert "mpidist: rank 1 slow: rank 0 has waited" in ended.stderr
     assert ended.stderr.count("slow") == 1
@@ -226,13 +219,11 @@ for _ in range(3):
     strategy.reduce("SUM", 1)
 """
     ended = mpirun(2, script)
-    assert ended.returncode == 0, ended.stderr
     assert "slow" not in ended.stderr
 
 
 def test_a_bad_variable_ends_the_job_at_once(mpirun):
-    ended = mpirun(2, "import mpidist\n", MPIDIST_HANG_SECONDS="soon")
-    assert ended.returncode != 0
+    ended = mpirun(2, "import mpidist\n", MPIDIST_HANG_SECONDS="soon", fails=True)
     assert "MPIDIST_HANG_SECONDS must be a number" in ended.stderr
 
 
@@ -285,8 +276,7 @@ rank = next(int(os.environ[name]) for name in names if name in os.environ)
 @pytest.mark.parametrize("operation", UNCOVERED)
 def test_making_and_ending_strategies_are_watched(mpirun, operation):
     script = "import threading\n" + UNCOVERED[operation]
-    ended = mpirun(2, script, MPIDIST_HANG_SECONDS="2")
-    assert ended.returncode != 0
+    ended = mpirun(2, script, MPIDIST_HANG_SECONDS="2", fails=True)
     found = rf"mpidist: rank \d of 2 has waited [\d.]+ s in {operation} \(at <string>:"
     assert re.search(found, ended.stderr)
     assert "more than MPIDIST_HANG_SECONDS allows: " in ended.stderr
@@ -303,8 +293,7 @@ import mpidist
 mpidist.MirroredStrategy(["CPU:0"]).experimental_finalize()
 print("done", flush=True)
 """
-    ended = mpirun(2, script, MPIDIST_HANG_SECONDS="2")
-    assert ended.returncode != 0
+    ended = mpirun(2, script, MPIDIST_HANG_SECONDS="2", fails=True)
     assert ended.stdout.count("done") == 2
 
 
@@ -315,8 +304,7 @@ if rank == 1:
     threading.Event().wait()
 import mpidist
 """
-    ended = mpirun(2, script, MPIDIST_HANG_SECONDS="4")
-    assert ended.returncode != 0
+    ended = mpirun(2, script, MPIDIST_HANG_SECONDS="4", fails=True)
     assert 'File "<string>", line 8 in <module>' in ended.stderr
 
 
@@ -332,7 +320,6 @@ except mpidist.LaunchError as error:
     print(error)
 """
     ended = mpirun(2, script, MPIDIST_HANG_SECONDS="20")
-    assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("MPIDIST_RANKS_PER_NODE must be") == 2
     assert ended.stdout.count(f"'{text}' on rank 1") == 2
 
@@ -371,7 +358,6 @@ print("well")
 def test_strategies_may_end_while_they_are_looked_at(mpirun, nodes):
     environment = {"MPIDIST_RANKS_PER_NODE": "1"} if nodes > 1 else {}
     ended = mpirun(2, RESTLESS, **environment)
-    assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("well") == 2
 
 

@@ -1,7 +1,5 @@
 """Sums and squares without rounding: fractions.Fraction is the oracle."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

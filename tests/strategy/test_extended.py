@@ -1,7 +1,5 @@
 """StrategyExtended, copies of strategies, and TensorFlow 1's small methods."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

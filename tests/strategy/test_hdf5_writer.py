@@ -1,7 +1,5 @@
 """Rows that all ranks write, against NumPy and plain h5py."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -12,6 +10,7 @@ import h5py
 import launching
 import numpy as np
 import pytest
+from all_ranks import on_root
 
 import mpidist
 from mpidist import Dataset, Hdf5Writer
@@ -397,6 +396,7 @@ def test_rows_unlike_those_before_raise_at_once_and_add_nothing(
     assert read(path, "x").tolist() == [[0, 0, 0]] * 2 * strategy.num_replicas_in_sync
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("usual", "other", "message"),
     [
@@ -414,8 +414,6 @@ def test_rows_unlike_those_before_raise_at_once_and_add_nothing(
 def test_ranks_that_append_unlike_rows_all_raise(
     comm, strategy, path, usual, other, message
 ):
-    if comm.size == 1:
-        pytest.skip("ranks can differ only where there are several")
     last = comm.size - 1
     # With several others, the first has appended nothing
     nothing = "nothing on rank 0; " if comm.size > 2 else ""
@@ -567,9 +565,7 @@ def write(strategy, path, value, **options):
 
 @pytest.mark.parametrize("name", ["features.h5", "features-00007-of-00123.h5"])
 def test_files_that_exist_are_an_error(comm, strategy, path, name):
-    if comm.rank == 0:
-        path.with_name(name).write_text("precious")
-    comm.Barrier()
+    on_root(comm, path.with_name(name).write_text, "precious")
     with pytest.raises(mpidist.ArgumentError, match=f"already: {name}; .*overwrite"):
         Hdf5Writer(strategy, path)
     comm.Barrier()
@@ -592,9 +588,7 @@ def test_files_of_other_names_are_no_hindrance_and_are_left(comm, strategy, path
 def test_overwrite_replaces_the_files_of_any_number_of_ranks(comm, strategy, path):
     write(strategy, path, 1)
     old = path.with_name("features-00009-of-00010.h5")
-    if comm.rank == 0:
-        old.write_text("of another job")
-    comm.Barrier()
+    on_root(comm, old.write_text, "of another job")
     write(strategy, path, 2, overwrite=True)
     assert read(path).tolist() == [2] * 2 * comm.size
     assert len(names_in(path.parent)) == 1 + comm.size
@@ -657,6 +651,7 @@ def test_paths_that_cannot_be(comm, strategy, path):
             Hdf5Writer(strategy, missing)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -667,8 +662,6 @@ def test_paths_that_cannot_be(comm, strategy, path):
     ],
 )
 def test_arguments_that_differ_between_ranks(comm, strategy, path, options, message):
-    if comm.size == 1:
-        pytest.skip("ranks can differ only where there are several")
     mine = {"path": path, **(options if comm.rank == comm.size - 1 else {})}
     with pytest.raises(mpidist.MismatchError, match=message):
         Hdf5Writer(strategy, mine.pop("path"), **mine)
@@ -794,11 +787,10 @@ def test_a_last_step_that_fails_leaves_nothing(comm, strategy, path, monkeypatch
     assert len(read(path)) == 2 * comm.size
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_folder_that_the_ranks_do_not_share_is_an_error(
     comm, strategy, tmp_path, monkeypatch
 ):
-    if comm.size == 1:
-        pytest.skip("one rank shares its folder with itself")
     # A folder that no network shows is not waited for
     local = {mount.kind for mount in mounts.read_mounts()}
     monkeypatch.setattr(mounts, "LOCAL_FILE_SYSTEMS", local)
@@ -873,10 +865,7 @@ def test_a_shard_that_is_gone_is_an_error_for_datasets(comm, strategy, path):
     write(strategy, path, 1)
     lost = path.with_name(shard(comm.size - 1, comm.size))
     dataset = Dataset.from_hdf5(path, "data")
-    comm.Barrier()
-    if comm.rank == 0:
-        lost.unlink()
-    comm.Barrier()
+    on_root(comm, lost.unlink)
     with pytest.raises(mpidist.DataError, match=f"missing: {lost.name}"):
         list(dataset)
 
@@ -979,8 +968,7 @@ def test_a_rank_that_is_killed_leaves_nothing_half(
     write(strategy, path, 7)
     before = {n: path.with_name(n).read_bytes() for n in names_in(path.parent)}
     comm.Barrier()
-    ended = mpirun(3, DYING, str(path), moment, name)
-    assert ended.returncode != 0
+    mpirun(3, DYING, str(path), moment, name, fails=True)
     left = {n for n in names_in(path.parent) if not n.endswith(".tmp")}
     if is_old_kept:
         assert {n: path.with_name(n).read_bytes() for n in left} == before

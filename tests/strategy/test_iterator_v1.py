@@ -1,12 +1,11 @@
 """TensorFlow 1's iterators, and asking for a batch that may not be there."""
 
-from __future__ import annotations
-
-import itertools
 import threading
 
 import numpy as np
 import pytest
+from all_ranks import require_usable
+from datasets import generated, joined
 
 import mpidist
 from mpidist import Dataset, InputReplicationMode, OutOfRangeError
@@ -14,12 +13,7 @@ from mpidist import Dataset, InputReplicationMode, OutOfRangeError
 MESSAGE = "damaged on purpose"
 
 
-def numbers(n):
-    return Dataset.range(n)
-
-
-def generated(n):
-    return Dataset.from_generator(lambda: iter(range(n)))
+numbers = Dataset.range
 
 
 def local(strategy, value):
@@ -39,15 +33,6 @@ def drain(strategy, iterator):
 
 def in_order(comm, found):
     return [row for parts in zip(*comm.allgather(found)) for p in parts for row in p]
-
-
-def flat(lists):
-    return list(itertools.chain.from_iterable(lists))
-
-
-def require_usable(strategy):
-    n = strategy.num_replicas_in_sync
-    assert strategy.reduce("SUM", strategy.extended.replica_id + 1) == n * (n + 1) // 2
 
 
 @pytest.mark.parametrize("make", [numbers, generated])
@@ -100,7 +85,7 @@ def test_a_dataset_of_an_input_function_is_taken_as_it_is(strategy, comm):
     rows = list(range(22))[comm.rank :: comm.size]
     for _ in range(2):
         assert iterator.initialize() == []
-        assert flat(drain(strategy, iterator)) == rows
+        assert joined(drain(strategy, iterator)) == rows
     assert told == [mpidist.InputContext(comm.size, comm.rank, comm.size)]
 
 

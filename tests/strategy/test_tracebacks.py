@@ -1,7 +1,5 @@
 """The text of errors: one error once, and the user's frames with one line of ours."""
 
-from __future__ import annotations
-
 import traceback
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Scripts in the style of TensorFlow 1, with the module's name changed."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from all_ranks import local

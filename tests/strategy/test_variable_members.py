@@ -1,34 +1,15 @@
 """What tf.Variable has besides values and assignments; NumPy is the oracle."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 
 import numpy as np
 import pytest
+from variables import FIRST, MEAN, NONE, ON_READ, ON_WRITE, START, SUM, make
 
 import mpidist
 from mpidist import IndexedSlices
-from mpidist import VariableAggregation as Aggregation
 from mpidist import VariableSynchronization as Synchronization
-
-NONE, SUM, MEAN, FIRST = (
-    Aggregation.NONE,
-    Aggregation.SUM,
-    Aggregation.MEAN,
-    Aggregation.ONLY_FIRST_REPLICA,
-)
-ON_READ, ON_WRITE = Synchronization.ON_READ, Synchronization.ON_WRITE
-START = np.arange(12.0).reshape(4, 3)
-
-
-def make(strategy, aggregation=NONE, initial=START, on_read=False, **kwargs):
-    on = ON_READ if on_read else ON_WRITE
-    with strategy.scope():
-        return mpidist.Variable(
-            initial, aggregation=aggregation, synchronization=on, **kwargs
-        )
 
 
 def each_replica(strategy, fn):
@@ -124,6 +105,7 @@ def test_merge_call_gets_on_read_variables_whole(strategy):
         {"synchronization": 7},
         {"synchronization": []},
         {"synchronization": SUM},
+        {"synchronization": Synchronization.NONE},
         {"aggregation": "SUM"},
         {"aggregation": 3.5},
         {"aggregation": {}},
@@ -371,7 +353,7 @@ def test_scatters_in_update_change_each_copy_by_itself(
     strategy, kind, aggregation, on_read
 ):
     w = make(strategy, aggregation, on_read=on_read)
-    rows = np.array([[2.0, 7.0, 4.0], [5.0, 1.0, 3.0]])
+    rows, indices = np.array([[2.0, 7, 4], [5, 1, 3], [6, 2, 8]]), [3, 1, 3]
     ufunc = {
         "add": np.add,
         "sub": np.subtract,
@@ -382,10 +364,10 @@ def test_scatters_in_update_change_each_copy_by_itself(
     }.get(kind)
     expected = START.copy()
     if ufunc is None:
-        expected[[3, 1]] = rows
+        expected[indices] = rows
     else:
-        ufunc.at(expected, [3, 1], rows)
-    delta = IndexedSlices(rows, [3, 1])
+        ufunc.at(expected, indices, rows)
+    delta = IndexedSlices(rows, indices)
     calls = strategy.extended.consensus.calls
     strategy.extended.update(w, lambda v: getattr(v, f"scatter_{kind}")(delta))
     assert strategy.extended.consensus.calls == calls

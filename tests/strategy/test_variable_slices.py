@@ -1,7 +1,5 @@
 """Parts of variables: arrays like any other, and assigned by `w[...].assign`."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json
@@ -9,17 +7,9 @@ import pickle
 
 import numpy as np
 import pytest
+import variables
+from variables import FIRST, MEAN, NONE, SUM
 
-import mpidist
-from mpidist import VariableAggregation as Aggregation
-from mpidist import VariableSynchronization as Synchronization
-
-NONE, SUM, MEAN, FIRST = (
-    Aggregation.NONE,
-    Aggregation.SUM,
-    Aggregation.MEAN,
-    Aggregation.ONLY_FIRST_REPLICA,
-)
 START = np.arange(24.0).reshape(2, 3, 4)
 KEYS = [
     0,
@@ -40,11 +30,7 @@ KEYS = [
 
 
 def make(strategy, aggregation=NONE, initial=START, on_read=False, **kwargs):
-    on = Synchronization.ON_READ if on_read else Synchronization.ON_WRITE
-    with strategy.scope():
-        return mpidist.Variable(
-            initial, aggregation=aggregation, synchronization=on, **kwargs
-        )
+    return variables.make(strategy, aggregation, initial, on_read, **kwargs)
 
 
 def changed(key, value, start=START):

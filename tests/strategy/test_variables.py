@@ -1,33 +1,20 @@
 """The tables of ON_WRITE and ON_READ variables; NumPy is the oracle."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np
 import pytest
+import variables
+from variables import FIRST, MEAN, NONE, SUM
 
 import mpidist
-from mpidist import VariableAggregation as Aggregation
 from mpidist import VariableSynchronization as Synchronization
 from mpidist.strategy import assignment
 
-NONE, SUM, MEAN, FIRST = (
-    Aggregation.NONE,
-    Aggregation.SUM,
-    Aggregation.MEAN,
-    Aggregation.ONLY_FIRST_REPLICA,
-)
-
 
 def make(strategy, initial=(0.0, 0.0), aggregation=NONE, on_read=False, **kwargs):
-    on = Synchronization.ON_READ if on_read else Synchronization.ON_WRITE
-    if isinstance(initial, tuple):
-        initial = np.array(initial)
-    with strategy.scope():
-        return mpidist.Variable(
-            initial, aggregation=aggregation, synchronization=on, **kwargs
-        )
+    initial = np.array(initial) if isinstance(initial, tuple) else initial
+    return variables.make(strategy, aggregation, initial, on_read, **kwargs)
 
 
 def replica_values(strategy, shape=(2,)):
@@ -69,11 +56,6 @@ def test_outside_all_scopes_a_variable_is_this_processes_own(comm):
     w = mpidist.Variable([1.0, 2.0][comm.rank % 2])
     assert w.assign_add(1.0) is w
     assert w.numpy() == [2.0, 3.0][comm.rank % 2]
-
-
-def test_synchronization_none_is_refused(strategy):
-    with strategy.scope(), pytest.raises(ValueError, match="NONE"):
-        mpidist.Variable(1.0, synchronization=Synchronization.NONE)
 
 
 def test_initial_values_of_unlike_shape_or_one_that_fails_raise_on_all(strategy):
@@ -310,12 +292,11 @@ def test_assignments_keep_shape_and_dtype(strategy):
     assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
 
 
-def test_under_another_strategy_a_variable_is_refused(strategy, comm):
+def test_under_another_strategy_a_variable_is_refused(strategy, make_strategy):
     w = make(strategy)
-    other = mpidist.MirroredStrategy(communicator=comm)
+    other = make_strategy()
     with other.scope(), pytest.raises(RuntimeError, match="Mixing different"):
         w.assign(np.zeros(2))
-    other.experimental_finalize()
 
 
 def test_a_shallow_copy_is_refused(strategy):

@@ -1,32 +1,17 @@
 """Scatters, copies and the audit of variables; NumPy is the oracle."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import tracemalloc
 
 import numpy as np
 import pytest
+from variables import FIRST, MEAN, START, SUM, make
 
 import mpidist
 from mpidist import IndexedSlices
-from mpidist import VariableAggregation as Aggregation
-from mpidist import VariableSynchronization as Synchronization
 
-NONE, SUM, MEAN, FIRST = (
-    Aggregation.NONE,
-    Aggregation.SUM,
-    Aggregation.MEAN,
-    Aggregation.ONLY_FIRST_REPLICA,
-)
-START = np.arange(12.0).reshape(4, 3)
 OTHERS = ["scatter_min", "scatter_max", "scatter_mul", "scatter_div", "scatter_update"]
-
-
-def make(strategy, aggregation=NONE, initial=START, **kwargs):
-    with strategy.scope():
-        return mpidist.Variable(initial, aggregation=aggregation, **kwargs)
 
 
 def slices(rank):
@@ -96,15 +81,9 @@ def test_scatters_without_aggregation_are_refused_in_replica_context(strategy):
 
 @pytest.mark.parametrize("method", ["scatter_add", *OTHERS])
 def test_on_read_variables_have_no_scatters(strategy, method):
-    w = make(strategy, SUM, synchronization=Synchronization.ON_READ)
+    w = make(strategy, SUM, on_read=True)
     with pytest.raises(NotImplementedError, match="ON_READ"):
         getattr(w, method)(slices(0))
-
-
-def test_scatters_in_update_change_each_copy(strategy):
-    w = make(strategy)
-    strategy.extended.update(w, lambda v: v.scatter_add(slices(1)))
-    np.testing.assert_array_equal(w, apply(np.add, START, slices(1)))
 
 
 @pytest.mark.parametrize(
@@ -151,22 +130,6 @@ def test_a_deep_copy_has_a_state_of_its_own(strategy):
     np.testing.assert_array_equal(w, START + 1)
 
 
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        {"synchronization": Synchronization.NONE},
-        {"synchronization": "ON_READ"},
-        {"aggregation": "SUM"},
-    ],
-)
-def test_bad_kinds_on_one_rank_are_an_error_on_all(strategy, kinds):
-    is_last = strategy.extended.replica_id == strategy.num_replicas_in_sync - 1
-    (name,) = kinds
-    with strategy.scope(), pytest.raises((TypeError, ValueError), match=name):
-        mpidist.Variable(1.0, **(kinds if is_last else {}))
-    assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
-
-
 def test_a_per_replica_value_on_one_rank_is_an_error_on_all(strategy):
     w = make(strategy)
     last = strategy.num_replicas_in_sync - 1
@@ -187,7 +150,7 @@ def test_lists_of_numbers_are_taken(strategy):
 def test_equal_variables_pass_the_audit(strategy):
     make(strategy, initial=np.array([0.0, np.nan]))
     w = make(strategy)
-    on_read = make(strategy, SUM, synchronization=Synchronization.ON_READ)
+    on_read = make(strategy, SUM, on_read=True)
     rank = strategy.extended.replica_id
     strategy.run(lambda: on_read.assign(START + rank))
     strategy.extended.audit_variables()
@@ -219,7 +182,8 @@ def test_variables_of_one_rank_alone_do_not_shift_names(strategy):
     if strategy.extended.replica_id == 0:
         mpidist.Variable(1.0)  # of the default strategy
     w = make(strategy)
-    assert len(set(strategy.extended.consensus.gather("names", w.name))) == 1
+    consensus = strategy.extended.consensus
+    assert len(set(consensus.gather_objects("names", lambda: w.name))) == 1
 
 
 def test_variables_that_are_dropped_leave_nothing(strategy):
@@ -247,7 +211,7 @@ def test_variables_that_are_dropped_leave_nothing(strategy):
         numbers[-1] + 1201,
     ]
     assert list(extended.variables.values()) == [*kept, twin, last]
-    assert len(set(extended.consensus.gather("names", last.name))) == 1
+    assert len(set(extended.consensus.gather_objects("names", lambda: last.name))) == 1
 
 
 def test_what_belongs_to_this_process_cannot_be_pickled(strategy):

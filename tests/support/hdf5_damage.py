@@ -1,7 +1,5 @@
 """Damage to HDF5 files, and what must hold when replicas meet it."""
 
-from __future__ import annotations
-
 import re
 import struct
 import zlib
@@ -9,6 +7,7 @@ import zlib
 import h5py
 import numpy as np
 import pytest
+from all_ranks import local, on_root, require_usable
 from hdf5_files import Recipe, require_same
 
 from mpidist import DataError, Dataset, InputOptions
@@ -28,27 +27,9 @@ def write(path, /, **datasets):
             file[name] = data
 
 
-def require_usable(strategy):
-    n = strategy.num_replicas_in_sync
-    assert strategy.reduce("SUM", strategy.extended.replica_id + 1) == n * (n + 1) // 2
-
-
-def on_root(comm, function, *arguments):
-    """Call a function on one rank while the others wait."""
-    comm.Barrier()
-    if comm.rank == 0:
-        function(*arguments)
-    comm.Barrier()
-
-
 def divide(strategy, dataset, batch_size, depth=0):
     options = InputOptions(experimental_per_replica_buffer_size=depth)
     return strategy.experimental_distribute_dataset(dataset.batch(batch_size), options)
-
-
-def mine(strategy, value):
-    (found,) = strategy.experimental_local_results(value)
-    return found
 
 
 def slice_of(data, strategy, step, batch_size):
@@ -239,7 +220,7 @@ def steps_until_error(strategy, comm, iterator, data, batch_size, first=0):
     for step in range(first, -(-len(data) // batch_size)):
         error = None
         try:
-            found = mine(strategy, next(iterator))
+            found = local(strategy, next(iterator))
         except DataError as caught:
             error = caught
         everyone = comm.allgather(error is None)

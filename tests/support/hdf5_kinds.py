@@ -1,7 +1,5 @@
 """Types, orders of filters and layouts of HDF5 datasets, and files that have them."""
 
-from __future__ import annotations
-
 import h5py
 import numpy as np
 from h5py import h5t

@@ -25,14 +25,7 @@ import launching
 
 PACKAGES = ["slurmctld", "slurmd", "slurm-client", "munge", "libpmix2"]
 NODES = ("node1", "node2")
-ENDED = {
-    "CANCELLED",
-    "COMPLETED",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "TIMEOUT",
-}
+ENDED = {"CANCELLED", "COMPLETED", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 SECONDS = 600  # ends true hangs only
 
 CONFIGURATION = """\

@@ -5,8 +5,6 @@ holds is given away at once, whatever streams still do with it, and a late strea
 nothing before somebody waits for it.
 """
 
-from __future__ import annotations
-
 import collections
 import threading
 import weakref

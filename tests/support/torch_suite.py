@@ -11,8 +11,6 @@ PyTorch skips and expects what it does for gloo, or for the backend of `--rules`
 `--over gloo` runs the tests over gloo itself, to compare. Needs the package expecttest.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import json

@@ -1,7 +1,5 @@
 """The commands: their help, the console script, `run`, `config`, completion."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Commands on damaged and foreign files: an error that can be read, or success."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 import json

@@ -1,7 +1,5 @@
 """What the doctor makes of facts: which are well, which are not, whom it names."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Measured tables of transports: written, found, obeyed, and refused where broken."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -12,6 +10,7 @@ from pathlib import Path
 import launching
 import numpy as np
 import pytest
+from all_ranks import on_root
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
@@ -105,9 +104,7 @@ def test_broken_rows_are_refused(tmp_path, rows):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("text", BROKEN)
 def test_a_broken_file_is_an_error_on_all(comm, path, text):
-    if comm.rank == 0:
-        path.write_text(text)
-    comm.Barrier()
+    on_root(comm, path.write_text, text)
     with pytest.raises(mpidist.LaunchError, match=BROKEN[text]):
         mpidist.MirroredStrategy(communicator=comm)
 
@@ -123,23 +120,22 @@ def test_a_transport_that_is_not_there_is_an_error_on_all(comm, path):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_only_rank_0_reads_the_file(comm, path, monkeypatch):
+def test_only_rank_0_reads_the_file(comm, path, monkeypatch, make_strategy):
     if comm.rank:
         monkeypatch.setenv("MPIDIST_TRANSPORTS", "/does/not/exist")
     else:
         write_table(path, own_layout(comm), {key: [(0, "mpi")] for key in METHODS}, {})
-    strategy = mpidist.MirroredStrategy(communicator=comm)
+    strategy = make_strategy()
     assert strategy.extended.collectives.transport.name == "mpi"
-    strategy.experimental_finalize()
 
 
 @pytest.mark.mpi(min_size=2)
-def test_tables_are_obeyed(comm, path, monkeypatch):
+def test_tables_are_obeyed(comm, path, monkeypatch, make_strategy):
     if comm.rank == 0:
         table = {key: [(0, "shared"), (400000, "mpi")] for key in METHODS}
         write_table(path, own_layout(comm), table, {})
     comm.Barrier()
-    strategy = mpidist.MirroredStrategy(communicator=comm)
+    strategy = make_strategy()
     collectives = strategy.extended.collectives
     used = []
     for name, way in collectives.transports.by_name.items():
@@ -159,19 +155,18 @@ def test_tables_are_obeyed(comm, path, monkeypatch):
         other = {"shared": "mpi", "mpi": "shared"}[name]
         if name == "shared":
             assert other not in used or count * comm.size * 8 >= 400_000
-    strategy.experimental_finalize()
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("reducing", ["mpi", "shared"])
-def test_sums_in_order_stay_in_shared_memory(comm, path, reducing):
+def test_sums_in_order_stay_in_shared_memory(comm, path, reducing, make_strategy):
     """Whatever the table says of other sizes and other calls."""
     if comm.rank == 0:
         table = {key: [(0, "mpi")] for key in METHODS}
         table["allreduce"] = [(0, reducing), (1 << 30, "shared")]
         write_table(path, own_layout(comm), table, {})
     comm.Barrier()
-    strategy = mpidist.MirroredStrategy(communicator=comm)
+    strategy = make_strategy()
     transports = strategy.extended.collectives.transports
     names = {
         (how, ordered): transports.pick(How[how], ordered, is_device=False).name
@@ -183,7 +178,6 @@ def test_sums_in_order_stay_in_shared_memory(comm, path, reducing):
     assert names["AUTO", True] == (default if reducing == "shared" else "shared")
     assert names["MPI", False] == "mpi"
     assert names["MPI", True] == "ordered"
-    strategy.experimental_finalize()
 
 
 def spy(used, name, fn):

@@ -1,7 +1,5 @@
 """Tests of `mpidist.torch`, which are skipped where there is no PyTorch."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 

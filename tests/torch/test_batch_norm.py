@@ -1,7 +1,5 @@
 """SyncBatchNorm beside torch's BatchNorm on one process with all rows."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

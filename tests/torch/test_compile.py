@@ -1,11 +1,11 @@
 """DistributedDataParallel and SyncBatchNorm with torch.compile."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
+
+from torch_rows import rows_of  # noqa: E402
 
 from mpidist.torch import DistributedDataParallel, convert_sync_batchnorm  # noqa: E402
 
@@ -28,15 +28,6 @@ class Network(nn.Module):
         return self.last(torch.tanh(self.norm(self.first(x))))
 
 
-def rows_of(strategy):
-    ranks, rank = strategy.num_replicas_in_sync, strategy.extended.replica_id
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(4 * ranks - 1, 6, generator=generator)
-    y = torch.randint(0, 3, (len(x),), generator=generator)
-    mine = slice(4 * rank, 4 * rank + 4)
-    return (x, y), (x[mine], y[mine])
-
-
 def backward(model, x, y):
     nn.functional.cross_entropy(model(x), y).backward()
 
@@ -52,7 +43,7 @@ def test_training_is_that_of_one_process(strategy, is_whole_step):
     if is_whole_step:
         compiled = model
         find_gradients = torch.compile(backward, backend="aot_eager")
-    everything, mine = rows_of(strategy)
+    everything, mine = rows_of(strategy, 4 * strategy.num_replicas_in_sync - 1)
     first, second = (torch.optim.SGD(m.parameters(), 0.1) for m in (model, alone))
     for _ in range(3):
         model.zero_grad()

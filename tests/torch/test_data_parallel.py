@@ -1,7 +1,5 @@
 """DistributedDataParallel, beside the same model on one process with all rows."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import copy
@@ -16,6 +14,8 @@ import mpidist
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
+
+from torch_rows import loss_of, rows_of  # noqa: E402
 
 from mpidist.torch import (  # noqa: E402
     DistributedDataParallel,
@@ -49,21 +49,6 @@ def wrap(module, strategy, **arguments):
 def network(seed=0, hidden=16):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 3))
-
-
-def rows_of(strategy, count, seed=0):
-    """Return all rows, and this rank's: slices of ceil(n / ranks)."""
-    random = np.random.default_rng(seed)
-    x = torch.from_numpy(random.normal(size=(count, 6)).astype("f4"))
-    y = torch.from_numpy(random.integers(0, 3, count))
-    ranks, rank = strategy.num_replicas_in_sync, strategy.extended.replica_id
-    share = -(-count // ranks)
-    mine = slice(rank * share, (rank + 1) * share)
-    return (x, y), (x[mine], y[mine])
-
-
-def loss_of(model, x, y):
-    return nn.functional.cross_entropy(model(x), y)
 
 
 def gradients_of(model):
@@ -317,9 +302,8 @@ def test_rows_that_the_user_counts(strategy):
             model.set_rows(wrong)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_another_call_meanwhile_is_an_error_that_names_both(strategy):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("of several ranks")
     model = wrap(network(), strategy)
     _, mine = rows_of(strategy, 8)
     with pytest.raises(
@@ -356,9 +340,8 @@ def test_buffers_follow_rank_0(strategy, broadcasts):
     assert torch.equal(norm.num_batches_tracked, torch.tensor(2))
 
 
+@pytest.mark.mpi(min_size=2)
 def test_models_that_differ_are_an_error_on_all_ranks(strategy):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("of several ranks")
     is_first = strategy.extended.replica_id == 0
     renamed = network()
     renamed.register_parameter("other", nn.Parameter(torch.zeros(1)))
@@ -576,9 +559,8 @@ def test_ranks_with_unlike_numbers_of_batches_join(strategy, counts, divides):
     assert everyone_equal(strategy, state)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_early_termination_is_an_error_if_asked_for(strategy):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("of several ranks")
     model = wrap(network(), strategy)
     own = batches_of(strategy, (2, 1))[strategy.extended.replica_id]
     with (
@@ -877,9 +859,8 @@ def test_a_default_group_of_another_backend_is_not_used(strategy, comm, tmp_path
     assert_like_alone(model, alone)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_group_that_one_rank_has_ended_is_an_error_on_all(strategy):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("of several ranks")
     wrap(network(), strategy)
     if strategy.extended.replica_id == 0:
         dist.destroy_process_group()

@@ -1,7 +1,5 @@
 """`torch.distributed` over MPI: NumPy and one process of PyTorch are the oracles."""
 
-from __future__ import annotations
-
 import datetime
 import inspect
 import threading

@@ -1,7 +1,5 @@
 """Tensors go in and come out of what takes arrays."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Models, optimizers and schedulers in checkpoints."""
 
-from __future__ import annotations
-
 import h5py
 import numpy as np
 import pytest

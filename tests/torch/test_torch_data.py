@@ -1,7 +1,5 @@
 """Batches as tensors, and datasets of PyTorch as rows."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 
@@ -317,10 +315,9 @@ DIFFER = (
 )
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", DIFFER)
 def test_what_a_dataset_holds_is_compared(strategy, comm, name):
-    if comm.size == 1:
-        pytest.skip("one rank differs from none")
     dataset = from_dataset(dataset_that_differs(name, comm))
     with pytest.raises(mpidist.MismatchError, match="dataset"):
         strategy.experimental_distribute_dataset(dataset.batch(4))
@@ -333,9 +330,8 @@ def test_equal_rows_in_a_folder_of_each_node_are_distributed(strategy, comm):
         strategy.experimental_distribute_dataset(from_dataset(Indexable(rows)).batch(4))
 
 
+@pytest.mark.mpi(min_size=2)
 def test_of_long_lists_of_arrays_some_are_compared(strategy, comm, monkeypatch):
-    if comm.size == 1:
-        pytest.skip("nothing is compared")
     lines = []
     monkeypatch.setattr(contents, "_MOST_ITEMS", 10)
     monkeypatch.setattr(contents.logs, "info", lambda _, text: lines.append(text))

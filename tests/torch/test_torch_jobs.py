@@ -1,7 +1,5 @@
 """The jobs that train a network of PyTorch, and the benchmark beside torch's DDP."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re
@@ -25,7 +23,6 @@ def test_any_number_of_ranks_ends_with_the_same_loss(mpirun, tmp_path, ranks):
     for n in ranks:
         folder = f"--checkpoint-dir={tmp_path / str(n)}"
         ended = mpirun(n, JOB, f"--data-dir={tmp_path}", folder, *FEW)
-        assert ended.returncode == 0, ended.stderr
         lines.append(ended.stdout.split()[-2:])
     losses = [float(loss.removeprefix("loss=")) for loss, _ in lines]
     assert losses == pytest.approx([losses[0]] * len(ranks), rel=1e-5)
@@ -39,7 +36,6 @@ def test_a_resumed_job_ends_as_one_that_ran_on(mpirun, tmp_path):
     parts = f"--checkpoint-dir={tmp_path / 'parts'}"
     for epochs in (1, 2, 3):
         ended = mpirun(2, JOB, data, parts, "--shifts=0", f"--epochs={epochs}")
-        assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split()[-2:] == whole.stdout.split()[-2:]
 
 
@@ -69,10 +65,9 @@ def test_a_job_that_is_stopped_goes_on_in_the_middle_of_an_epoch(mpirun, tmp_pat
     whole = mpirun(2, JOB, data, f"--checkpoint-dir={tmp_path / 'whole'}", *FEW)
     arguments = [data, f"--checkpoint-dir={tmp_path / 'parts'}", *FEW]
     paths = {"PYTHONPATH": f"{JOBS}:{ROOT}"}
-    ended = mpirun(2, STOPPED, *arguments, STOP="1", **paths)
+    ended = mpirun(2, STOPPED, *arguments, STOP="1", **paths, fails=True)
     assert ended.returncode == 99, ended.stderr
     ended = mpirun(2, STOPPED, *arguments, **paths)
-    assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split()[-2:] == whole.stdout.split()[-2:]
 
 
@@ -132,7 +127,6 @@ def test_weights_have_the_bits_of_torchs(mpirun, tmp_path):
 def test_the_single_process_learns_the_same_rows(mpirun, tmp_path):
     arguments = [f"--data-dir={tmp_path}", f"--checkpoint-dir={tmp_path / 'single'}"]
     ended = mpirun(1, SINGLE, *arguments, "--shifts=0", "--epochs=6")
-    assert ended.returncode == 0, ended.stderr
     assert float(ended.stdout.split("accuracy=")[1]) > 0.5
 
 
@@ -163,8 +157,7 @@ def test_many_ranks_take_ten_lines_more_at_most():
 def test_the_benchmark_compares_weights_and_times(comm, mpirun, tmp_path):
     output = tmp_path / "frameworks.json"
     script = str(ROOT / "benchmarks" / "bench_frameworks.py")
-    ended = mpirun(comm.size, script, "--tiny", f"--output={output}")
-    assert ended.returncode == 0, ended.stderr
+    mpirun(comm.size, script, "--tiny", f"--output={output}")
     if comm.rank == 0:
         result = json.loads(output.read_text())
         assert len(result["comparisons"]) == 18

@@ -3,8 +3,6 @@
 Where PyTorch has no CUDA, tensors on the CPU pass for such on the replica's GPU.
 """
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What users do with DistributedDataParallel, beside one process with all rows."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import warnings
@@ -14,6 +12,8 @@ from mpidist.errors import ContextError, MismatchError, UnsupportedError
 torch = pytest.importorskip("torch")
 nn = torch.nn
 F = nn.functional
+
+from torch_rows import rows_of  # noqa: E402
 
 from mpidist.torch import (  # noqa: E402
     DistributedDataParallel,
@@ -28,16 +28,6 @@ def network(width=16):
 
 def wrap(module, strategy, **arguments):
     return DistributedDataParallel(module, strategy, rows=len, **arguments)
-
-
-def rows_of(strategy, count=7, seed=0):
-    """Return all rows, and this rank's: slices of ceil(n / ranks)."""
-    random = torch.Generator().manual_seed(seed)
-    x = torch.randn(count, 6, generator=random)
-    y = torch.randint(0, 3, (count,), generator=random)
-    share = -(-count // strategy.num_replicas_in_sync)
-    start = share * strategy.extended.replica_id
-    return (x, y), (x[start : start + share], y[start : start + share])
 
 
 def both(strategy, step, alone, count=7, **arguments):
@@ -84,7 +74,7 @@ def test_adversarial_training_of_two_models(strategy):
     torch.manual_seed(0)
     alone = mlp(6), mlp(1)
     models = [wrap(copy.deepcopy(m), strategy) for m in alone]
-    everything, mine = rows_of(strategy)
+    everything, mine = rows_of(strategy, 7)
     torch.testing.assert_close(train(*models, *mine), train(*alone, *everything))
 
 
@@ -110,18 +100,17 @@ def test_two_models_with_a_shared_part(strategy):
         critic(x).square().mean().backward()
 
     alone, plain = heads(), heads()
-    everything, mine = rows_of(strategy)
+    everything, mine = rows_of(strategy, 7)
     step(*(wrap(m, strategy) for m in plain), *mine)
     step(*alone, *everything)
     for m, other in zip(plain, alone):
         assert_same_gradients(m, other)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_models_in_another_order_on_a_rank_are_an_error(strategy):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("needs ranks that can differ")
     models = [wrap(network(), strategy) for _ in range(2)]
-    _, (x, y) = rows_of(strategy)
+    _, (x, y) = rows_of(strategy, 7)
     first = models[strategy.extended.replica_id % 2]
     with pytest.raises(MismatchError, match="different models"):
         F.cross_entropy(first(x), y).backward()
@@ -239,7 +228,7 @@ def test_quantization_aware_training(strategy):
         quantization.prepare_qat(module, inplace=True)
     model = wrap(module, strategy)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    _, mine = rows_of(strategy)
+    _, mine = rows_of(strategy, 7)
     for _ in range(3):
         optimizer.zero_grad()
         F.cross_entropy(model(mine[0]), mine[1]).backward()
@@ -249,7 +238,7 @@ def test_quantization_aware_training(strategy):
 
 def test_a_second_wrapper_of_one_module(strategy):
     """As in a notebook, where the first one is alive."""
-    everything, mine = rows_of(strategy)
+    everything, mine = rows_of(strategy, 7)
     alone, module = network(4000), network(4000)
     wrap(module, strategy)
     first = wrap(module, strategy)
@@ -286,7 +275,7 @@ def test_buffers_that_replaced_ones_become(strategy):
 
 
 def test_parameters_that_a_call_replaces_are_refused(strategy):
-    model, (_, (x, y)) = wrap(network(), strategy), rows_of(strategy)
+    model, (_, (x, y)) = wrap(network(), strategy), rows_of(strategy, 7)
     others = {name: p.detach() for name, p in model.named_parameters()}
 
     def loss(parameters):
@@ -311,7 +300,7 @@ def loss_of_module(model, x, y):
 
 def test_the_jacobian_of_a_wrapped_model(strategy):
     """That of this rank's rows, without communication."""
-    alone, (everything, mine) = network(), rows_of(strategy)
+    alone, (everything, mine) = network(), rows_of(strategy, 7)
     model = wrap(copy.deepcopy(alone), strategy)
     torch.testing.assert_close(
         torch.func.jacrev(model)(mine[0]), torch.func.jacrev(alone)(mine[0])
@@ -321,9 +310,8 @@ def test_the_jacobian_of_a_wrapped_model(strategy):
     assert_same_gradients(model, alone)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_penalty_through_synchronised_batch_norm_is_refused(strategy):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("BatchNorm itself then")
     module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     model = wrap(convert_sync_batchnorm(module, strategy), strategy)
     x = rows_of(strategy, 4 * strategy.num_replicas_in_sync)[1][0].requires_grad_()

@@ -1,7 +1,5 @@
 """Files that are written under a temporary name: no links, no rests, no half files."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

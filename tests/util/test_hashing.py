@@ -1,7 +1,5 @@
 """The hash whose values checkpoints hold."""
 
-from __future__ import annotations
-
 import pytest
 
 from mpidist.util.hashing import hash62

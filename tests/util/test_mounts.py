@@ -1,7 +1,5 @@
 """The mounted file systems: any table, names of any bytes, which are local."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 

@@ -1,7 +1,5 @@
 """AttributeErrors of names that users of other libraries type say what is meant."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

@@ -1,7 +1,5 @@
 """Nested structures: flatten, put back, name the leaves."""
 
-from __future__ import annotations
-
 import collections
 import concurrent.futures
 import contextlib

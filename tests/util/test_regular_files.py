@@ -1,7 +1,5 @@
 """Files that must be regular ones. No rank needs another here."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

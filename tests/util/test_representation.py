@@ -1,7 +1,5 @@
 """What objects say of themselves: `repr`, and the tables of notebooks."""
 
-from __future__ import annotations
-
 import inspect
 
 import h5py

@@ -1,7 +1,5 @@
 """The settings: one table, obeyed by all readers, and the page that is made from it."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -471,43 +471,6 @@ class Consensus:
                 everyone = _all_gather_bytes(self.comm, payload, self.wait, operation)
         return [pickle.loads(data) for data in everyone]
 
-    # Until all rooms use `call`, `run` and `gather_objects`
-
-    def compare(
-        self, call: Any, number: int, address: int = 0, timeout: Any = None
-    ) -> bool:
-        return Call(self, call, timeout).agree(address)
-
-    def exchange(
-        self, call: Any, number: int, pages: Any, fill: Any, timeout: Any = None
-    ) -> Any:
-        return Call(self, call, timeout).exchange(pages, fill)
-
-    def sync_errors(self, operation: str, error: Any, timeout: Any = None) -> None:
-        self.require_same(operation, error, timeout)
-
-    def run_in_scope(
-        self, operation: str, fn: Any, *args: Any, describe: Any = None
-    ) -> Any:
-        return self.run(operation, fn, *args, same=describe)
-
-    def guard(self, operation: str, fn: Any, *args: Any) -> Any:
-        try:
-            return fn(*args)
-        except BaseException as error:
-            self.call(operation).fail(error)
-
-    def fail(self, operation: str, error: BaseException) -> NoReturn:
-        self.call(operation).fail(error)
-
-    def guard_last(self, operation: str, fn: Any, *args: Any) -> Any:
-        result = self.guard(operation, fn, *args)
-        self.require_same(CallSignature(operation, (("step", "finishing"),)))
-        return result
-
-    def gather(self, operation: str, value: T) -> list[T]:
-        return self.gather_objects(operation, lambda: value)
-
     def wait(self, request: Requests, deadline: float | None, operation: str) -> None:
         """Wait for requests of MPI until `deadline`, on time.monotonic's clock.
 

@@ -26,7 +26,6 @@ __all__ = [
     "is_own_code",
     "load_error",
     "name_ranks",
-    "bare_signature",
     "report_error",
     "skip_folder",
     "user_frame",
@@ -84,13 +83,6 @@ def _text(leaf: Any) -> str:
 def digest(call: CallSignature) -> int:
     """Return 62 bits, the same in every process for the same call without its step."""
     return hash62(repr((call.operation, call.options, str(call.spec), call.leaves)))
-
-
-@functools.lru_cache(maxsize=256)
-def bare_signature(operation: str) -> tuple[CallSignature, int]:
-    """Return a call without arguments, and its digest."""
-    call = CallSignature(operation)
-    return call, digest(call)
 
 
 class CallReport(NamedTuple):

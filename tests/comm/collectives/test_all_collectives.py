@@ -1,7 +1,5 @@
 """What holds for every collective: on its first call, and on those that repeat it."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import resource
@@ -254,12 +252,10 @@ OPS = [None, mpidist.HierarchicalCopyAllReduce, mpidist.ReductionToOneDevice]
 
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("name", [*COLLECTIVES, *MORE])
-def test_a_lack_of_memory_is_an_error_on_all_ranks(comm, name, ops):
+def test_a_lack_of_memory_is_an_error_on_all_ranks(comm, name, ops, make_strategy):
     if name == "gradient_buckets" or (ops and "reduce" not in name):
         pytest.skip("starts a thread, or does not use it")
-    strategy = mpidist.MirroredStrategy(
-        ["CPU:0"], cross_device_ops=ops and ops(), communicator=comm
-    )
+    strategy = make_strategy(["CPU:0"], cross_device_ops=ops and ops())
     call, former = {**COLLECTIVES, **MORE}[name], resource.getrlimit(resource.RLIMIT_AS)
     for dtype, arrays in itertools.product(["f2", "f8"], [0.3, 1.3, 2.2, 3.3, 4.6]):
         value = np.ones(400_000, dtype)
@@ -276,4 +272,3 @@ def test_a_lack_of_memory_is_an_error_on_all_ranks(comm, name, ops):
             resource.setrlimit(resource.RLIMIT_AS, former)
         assert comm.allgather(failed) == [failed] * comm.size
         assert strategy.reduce("SUM", 1.0) == comm.size
-    strategy.experimental_finalize()

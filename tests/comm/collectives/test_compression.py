@@ -1,7 +1,5 @@
 """Numbers that travel as float16 or bfloat16, and sums whose every bit is known."""
 
-from __future__ import annotations
-
 import functools
 
 import ml_dtypes
@@ -91,10 +89,10 @@ def test_what_is_not_sent_is_not_narrow(comm, strategy, compression, count):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_nodes_send_each_other_narrow_sums(comm, monkeypatch):
+def test_nodes_send_each_other_narrow_sums(comm, monkeypatch, make_strategy):
     """In a node numbers are added up as they are."""
     monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", "2")
-    strategy = mpidist.MirroredStrategy(communicator=comm)
+    strategy = make_strategy()
     unit = UNITS["bfloat16"]
     # Each is rounded to 1 or to 1 + 2 * unit; of two ranks, the sum is a narrow number
     value = np.full(200_000, 1 + (3 if comm.rank % 2 else 1) * unit, "f4")
@@ -107,7 +105,6 @@ def test_nodes_send_each_other_narrow_sums(comm, monkeypatch):
     if comm.size > 2:
         expected = expected.astype(ml_dtypes.bfloat16).astype("f4")
     assert (found + 0 == expected).all()
-    strategy.experimental_finalize()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -144,13 +141,12 @@ def test_what_float16_cannot_hold_is_inf(comm, over_nodes):
     assert np.isfinite(found).all()
 
 
-def test_one_device_refuses_compression(comm):
+def test_one_device_refuses_compression(make_strategy):
     ops = mpidist.ReductionToOneDevice()
-    strategy = mpidist.MirroredStrategy(cross_device_ops=ops, communicator=comm)
+    make_strategy(cross_device_ops=ops)
     with pytest.raises(mpidist.ArgumentError, match="compression"):
         options = CommunicationOptions(compression="float16")
         ops.reduce("SUM", np.ones(3), "CPU:0", options)
-    strategy.experimental_finalize()
 
 
 @pytest.mark.parametrize("name", ["float8", "f2", "", 16])

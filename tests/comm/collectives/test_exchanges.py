@@ -1,7 +1,5 @@
 """reduce_scatter and all_to_all, with NumPy as the oracle."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np
@@ -72,8 +70,8 @@ def test_reduce_scatter(strategy, comm, op, dtype):
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @pytest.mark.parametrize("shape", [(5, 6, 2), (1, 1, 1), (0, 2, 3), (400, 500, 2)])
-def test_axes_and_shapes(way, comm, axis, shape):
-    strategy = mpidist.MirroredStrategy(communicator=comm)
+def test_axes_and_shapes(way, comm, axis, shape, make_strategy):
+    strategy = make_strategy()
     if shape[0] > 5 and way == "pairs":
         pytest.skip("as much in pieces of 24 bytes takes long")
     everyone = [part(rank, shape) for rank in range(comm.size)]
@@ -83,7 +81,6 @@ def test_axes_and_shapes(way, comm, axis, shape):
     found = local(strategy, lambda: context().all_to_all(mine, axis))
     parts = [share(a, comm.size, comm.rank, axis) for a in everyone]
     check(found, np.concatenate(parts, axis=axis))
-    strategy.experimental_finalize()
 
 
 def test_lengths_that_differ(strategy, comm):
@@ -166,9 +163,8 @@ def test_bad_lengths_are_an_error_on_all(strategy, comm, lengths, kind):
     assert strategy.reduce("SUM", 1) == comm.size
 
 
+@pytest.mark.mpi(min_size=2)
 def test_values_that_differ_are_an_error_on_all(strategy, comm):
-    if comm.size == 1:
-        pytest.skip("needs two ranks")
     mine = np.ones(4 + comm.rank)
     with pytest.raises(mpidist.MismatchError, match="reduce_scatter"):
         strategy.run(lambda: context().reduce_scatter("SUM", mine))

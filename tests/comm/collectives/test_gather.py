@@ -1,13 +1,11 @@
 """strategy.gather and ReplicaContext.all_gather, with numpy.concatenate as oracle."""
 
-from __future__ import annotations
-
-import collections
 import functools
 
 import ml_dtypes
 import numpy as np
 import pytest
+from collective_calls import LAYOUTS, Batch, Pair, check_nest, in_replica, lay_out
 
 import mpidist
 from mpidist import CommunicationOptions
@@ -16,8 +14,6 @@ DTYPES = ["?", "i1", "u2", "i4", "u8", "f2", "f4", "f8", "g", "c8", "c16"]
 DTYPES += [ml_dtypes.bfloat16, "U3", "S2", "M8[s]", [("x", "i4"), ("y", "f8")]]
 # How long the gathered axis is on each replica: uneven, and empty on one
 LENGTHS = [2, 3, 0, 1]
-Pair = collections.namedtuple("Pair", "left right")
-Batch = type("Batch", (dict,), {})
 
 
 def part(rank, shape, axis, dtype="f8", lengths=LENGTHS):
@@ -33,19 +29,12 @@ def parts(strategy, *args, **kwargs):
     return [part(rank, *args, **kwargs) for rank in range(n)]
 
 
-def all_gather(strategy, value, axis, options=None):
-    def fn():
-        return mpidist.get_replica_context().all_gather(value, axis, options)
-
-    return strategy.experimental_local_results(strategy.run(fn))[0]
-
-
 @pytest.fixture(params=["gather", "all_gather"])
 def gather(request, strategy):
     """Each of the two calls, as `gather(value, axis)`."""
     if request.param == "gather":
         return strategy.gather
-    return functools.partial(all_gather, strategy)
+    return functools.partial(in_replica, strategy, "all_gather")
 
 
 def check(result, expected):
@@ -81,31 +70,12 @@ def test_empty_parts(gather, strategy, shape, lengths, axis):
     check(gather(mine[strategy.extended.replica_id], axis), expected)
 
 
-def lay_out(array, layout):
-    """Return an equal array that lies otherwise in memory."""
-    if layout == "F":
-        return np.asfortranarray(array)
-    if layout == "big-endian":
-        return array.astype(array.dtype.newbyteorder(">"))
-    if layout == "strided":
-        return np.repeat(array, 2, axis=0)[::2]
-    if layout == "reversed":
-        return array[::-1].copy()[::-1]
-    if layout == "read-only":
-        array = array.copy()
-        array.flags.writeable = False
-    return array
-
-
-LAYOUTS = ["C", "F", "big-endian", "strided", "reversed", "read-only"]
-
-
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("shift", range(len(LAYOUTS)))
 def test_layouts_may_differ_between_replicas(gather, strategy, shift, axis):
     rank = strategy.extended.replica_id
     mine = parts(strategy, (2, 3, 2), axis)
-    value = lay_out(mine[rank], LAYOUTS[(rank + shift) % len(LAYOUTS)])
+    value = lay_out(mine[rank], rank + shift)
     check(gather(value, axis), np.concatenate(mine, axis))
 
 
@@ -125,18 +95,6 @@ def nest_of(leaf):
     }
 
 
-def check_nest(result, expected):
-    assert type(result) is type(expected)
-    if isinstance(expected, dict):
-        assert set(result) == set(expected)
-        result, expected = zip(*((result[key], expected[key]) for key in expected))
-    if isinstance(expected, list | tuple):
-        for one, other in zip(result, expected, strict=True):
-            check_nest(one, other)
-    else:
-        check(result, expected)
-
-
 @pytest.mark.parametrize("bytes_per_pack", [0, 1, 4, 40, 10**9])
 @pytest.mark.parametrize("timeout", [None, 60])
 def test_nests_in_packs_of_any_size(strategy, bytes_per_pack, timeout):
@@ -146,22 +104,25 @@ def test_nests_in_packs_of_any_size(strategy, bytes_per_pack, timeout):
         lambda shape, dtype: np.concatenate(parts(strategy, shape, 0, dtype, equal))
     )
     options = CommunicationOptions(bytes_per_pack, timeout_seconds=timeout)
-    check_nest(all_gather(strategy, value, 0, options), expected)
+    result = in_replica(strategy, "all_gather", value, 0, options)
+    check_nest(result, expected, check)
 
 
 @pytest.mark.parametrize("axis", [0, -1])
 def test_nests_with_uneven_lengths_in_one_pack(gather, strategy, axis):
     mine = [parts(strategy, shape, axis) for shape in [(2, 2), (2, 2, 2), (2,)]]
     value = [each[strategy.extended.replica_id] for each in mine]
-    check_nest(gather(value, axis), [np.concatenate(each, axis) for each in mine])
+    expected = [np.concatenate(each, axis) for each in mine]
+    check_nest(gather(value, axis), expected, check)
 
 
 @pytest.mark.parametrize("lengths", [[1, 100, 1, 1], [9, 0, 1, 100]])
 def test_nests_with_uneven_lengths_in_several_packs(strategy, lengths):
     mine = [parts(strategy, (1, i), 0, lengths=lengths) for i in (1, 2, 3)]
     value = [each[strategy.extended.replica_id] for each in mine]
-    result = all_gather(strategy, value, 0, CommunicationOptions(bytes_per_pack=100))
-    check_nest(result, [np.concatenate(each) for each in mine])
+    options = CommunicationOptions(bytes_per_pack=100)
+    result = in_replica(strategy, "all_gather", value, 0, options)
+    check_nest(result, [np.concatenate(each) for each in mine], check)
 
 
 def test_gather_takes_distributed_values(strategy):
@@ -279,6 +240,6 @@ def test_large_arrays_along_inner_axes(comm, strategy, dtype, implementation, ax
     mine, small = parts[comm.rank], np.full((2, 3), comm.rank)
     options = CommunicationOptions(implementation=implementation)
     for value in (mine, mine.transpose(2, 1, 0).T.transpose(2, 1, 0).T):
-        found = all_gather(strategy, [value, small], axis, options)
+        found = in_replica(strategy, "all_gather", [value, small], axis, options)
         assert np.array_equal(found[0], np.concatenate(parts, axis=axis))
         assert found[1].tolist() == [[r for r in range(comm.size) for _ in "abc"]] * 2

@@ -1,9 +1,8 @@
 """Reductions of IndexedSlices: rows of all replicas, one behind the other."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
+from collective_calls import in_replica
 
 import mpidist
 from mpidist import IndexedSlices
@@ -16,13 +15,6 @@ def rows_of(rank, dtype="f4"):
     count = COUNTS[rank]
     values = (10 * rank + np.arange(2 * count).reshape(count, 2)).astype(dtype)
     return IndexedSlices(values, np.arange(count) + rank, (9, 2))
-
-
-def all_reduce(strategy, op, value):
-    def fn():
-        return mpidist.get_replica_context().all_reduce(op, value)
-
-    return strategy.experimental_local_results(strategy.run(fn))[0]
 
 
 def check(found, ranks, divisor=1, dtype="f4"):
@@ -39,7 +31,11 @@ def test_reduce_and_all_reduce(strategy, comm, op):
     divisor = comm.size if op == "MEAN" else 1
     for _ in range(2):
         check(strategy.reduce(op, rows_of(comm.rank)), comm.size, divisor)
-        check(all_reduce(strategy, op, rows_of(comm.rank)), comm.size, divisor)
+        check(
+            in_replica(strategy, "all_reduce", op, rows_of(comm.rank)),
+            comm.size,
+            divisor,
+        )
 
 
 def test_what_run_returns(strategy, comm):
@@ -54,7 +50,7 @@ def test_the_mean_of_integers_is_float64(strategy, comm):
 
 def test_in_a_nest_with_arrays(strategy, comm):
     value = {"table": rows_of(comm.rank), "w": np.ones(3), "more": [rows_of(0), 1.5]}
-    found = all_reduce(strategy, "SUM", value)
+    found = in_replica(strategy, "all_reduce", "SUM", value)
     check(found["table"], comm.size)
     assert np.array_equal(found["w"], np.full(3, comm.size))
     assert found["more"][0].values.shape == (2 * comm.size, 2)
@@ -117,9 +113,8 @@ def test_bad_slices_are_an_error_on_all(strategy, comm, bad, kind, message):
     assert strategy.reduce("SUM", good).values.shape == (2 * comm.size, 2)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_another_kind_on_one_rank_is_an_error_on_all(strategy, comm):
-    if comm.size == 1:
-        pytest.skip("needs two ranks")
     with pytest.raises(mpidist.CollectiveError, match="IndexedSlices"):
         strategy.reduce("SUM", rows_of(0) if comm.rank else np.ones((9, 2)))
 

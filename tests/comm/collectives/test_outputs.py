@@ -1,7 +1,5 @@
 """Memory of results: large ones are used again once nobody refers to them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Calls of a kind that was seen before: other lengths, other values, other faults."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,13 +1,11 @@
 """strategy.reduce and ReplicaContext.all_reduce, with NumPy as the oracle."""
 
-from __future__ import annotations
-
-import collections
 import functools
 
 import ml_dtypes
 import numpy as np
 import pytest
+from collective_calls import LAYOUTS, Batch, Pair, check_nest, in_replica, lay_out
 
 import mpidist
 from mpidist import CommunicationOptions, ReduceOp
@@ -18,8 +16,6 @@ INTEGERS = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"]
 FLOATS = ["f2", BFLOAT16, "f4", "f8", "g", "c8", "c16"]
 # How long the first summed axis is on each replica: uneven, and empty on one
 LENGTHS = [2, 3, 0, 1]
-Pair = collections.namedtuple("Pair", "left right")
-Batch = type("Batch", (dict,), {})
 
 
 def part(rank, shape, dtype="f8", seed=0):
@@ -40,44 +36,18 @@ def uneven_parts(strategy, shape, axis, dtype="f8"):
     return [part(r, (*before, LENGTHS[r], *after), dtype) for r in range(n)]
 
 
-def all_reduce(strategy, reduce_op, value, options=None):
-    def fn():
-        return mpidist.get_replica_context().all_reduce(reduce_op, value, options)
-
-    return strategy.experimental_local_results(strategy.run(fn))[0]
-
-
 @pytest.fixture(params=["reduce", "all_reduce"])
 def reduce(request, strategy):
     """Each of the two calls that combine elementwise, as `reduce(op, value)`."""
     if request.param == "reduce":
         return strategy.reduce
-    return functools.partial(all_reduce, strategy)
+    return functools.partial(in_replica, strategy, "all_reduce")
 
 
 def check(result, expected):
     assert (result.dtype, result.shape) == (expected.dtype, expected.shape)
     assert result.dtype.isnative
     assert np.array_equal(result, expected)
-
-
-def lay_out(array, layout):
-    """Return an equal array that lies otherwise in memory."""
-    if layout == "F":
-        return np.asfortranarray(array)
-    if layout == "big-endian":
-        return array.astype(array.dtype.newbyteorder(">"))
-    if layout == "strided":
-        return np.repeat(array, 2, axis=0)[::2]
-    if layout == "rotated":
-        return np.moveaxis(np.moveaxis(array, 0, -1).copy(), -1, 0)
-    if layout == "read-only":
-        array = array.copy()
-        array.flags.writeable = False
-    return array
-
-
-LAYOUTS = ["C", "F", "big-endian", "strided", "rotated", "read-only"]
 
 
 @pytest.mark.parametrize("dtype", INTEGERS + FLOATS)
@@ -109,7 +79,7 @@ def test_every_shape(reduce, strategy, op, shape):
 def test_layouts_may_differ_between_replicas(reduce, strategy, shift):
     mine = parts(strategy, (2, 3, 4))
     rank = strategy.extended.replica_id
-    value = lay_out(mine[rank], LAYOUTS[(rank + shift) % len(LAYOUTS)])
+    value = lay_out(mine[rank], rank + shift)
     check(reduce("SUM", value), np.sum(mine, axis=0))
 
 
@@ -165,18 +135,6 @@ def nest_of(leaf):
     }
 
 
-def check_nest(result, expected):
-    assert type(result) is type(expected)
-    if isinstance(expected, dict):
-        assert set(result) == set(expected)
-        result, expected = zip(*((result[key], expected[key]) for key in expected))
-    if isinstance(expected, list | tuple):
-        for one, other in zip(result, expected, strict=True):
-            check_nest(one, other)
-    else:
-        check(result, expected)
-
-
 @pytest.mark.parametrize("bytes_per_pack", [0, 1, 4, 20, 64, 10**9])
 @pytest.mark.parametrize("timeout", [None, 60])
 def test_nests_in_packs_of_any_size(strategy, bytes_per_pack, timeout):
@@ -186,7 +144,8 @@ def test_nests_in_packs_of_any_size(strategy, bytes_per_pack, timeout):
         lambda i, dtype: functools.reduce(np.add, parts(strategy, (i, 3), dtype, i))
     )
     options = CommunicationOptions(bytes_per_pack, timeout_seconds=timeout)
-    check_nest(all_reduce(strategy, "SUM", value, options), expected)
+    result = in_replica(strategy, "all_reduce", "SUM", value, options)
+    check_nest(result, expected, check)
 
 
 def test_reduce_takes_distributed_values(strategy):
@@ -266,7 +225,7 @@ def test_a_nest_over_an_axis(strategy):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_over_an_axis(strategy, layout, axis):
     mine = parts(strategy, (3, 4))
-    value = lay_out(mine[strategy.extended.replica_id], layout)
+    value = LAYOUTS[layout](mine[strategy.extended.replica_id])
     expected = np.concatenate(mine, axis).sum(axis=axis)
     check(strategy.reduce("SUM", value, axis=axis), expected)
 
@@ -311,7 +270,8 @@ def test_direct_mpi_can_be_asked_for(strategy, monkeypatch, implementation, coun
     values = parts(strategy, (count,), "f4")
     options = CommunicationOptions(implementation=implementation)
     mine = values[strategy.extended.replica_id]
-    check(all_reduce(strategy, "SUM", mine, options), np.sum(values, axis=0))
+    result = in_replica(strategy, "all_reduce", "SUM", mine, options)
+    check(result, np.sum(values, axis=0))
     topology = strategy.extended.topology
     is_direct = implementation == "mpi"
     if is_direct or topology.is_one_node:
@@ -437,7 +397,7 @@ def test_64_bit_integers_over_an_axis_whose_sum_does_not_fit(strategy, dtype):
 
 
 def reduce_in(strategy, options):
-    return functools.partial(all_reduce, strategy, options=options)
+    return lambda op, value: in_replica(strategy, "all_reduce", op, value, options)
 
 
 def reduce_packed(strategy):
@@ -549,19 +509,16 @@ def test_a_sum_of_integer_numbers_that_does_not_fit_is_an_error(strategy, number
 
 
 @pytest.mark.parametrize("name", ["ReductionToOneDevice", "HierarchicalCopyAllReduce"])
-def test_sums_of_integers_by_other_ops_are_checked(comm, name):
-    strategy = mpidist.MirroredStrategy(
-        communicator=comm, cross_device_ops=getattr(mpidist, name)()
-    )
+def test_sums_of_integers_by_other_ops_are_checked(comm, name, make_strategy):
+    strategy = make_strategy(cross_device_ops=getattr(mpidist, name)())
     value = np.array([np.iinfo("i8").max, 1])
     if comm.size > 1:
         with pytest.raises(mpidist.ArgumentError, match="does not fit int64"):
             strategy.reduce("SUM", value)
     check(strategy.reduce("SUM", value[1:]), np.array([comm.size]))
-    strategy.experimental_finalize()
 
 
-def test_an_accumulation_function_gets_no_other_arrays(comm):
+def test_an_accumulation_function_gets_no_other_arrays(make_strategy):
     shapes = []
 
     def accumulate(values):
@@ -569,11 +526,10 @@ def test_an_accumulation_function_gets_no_other_arrays(comm):
         return np.max(values, axis=0)
 
     ops = mpidist.ReductionToOneDevice(accumulation_fn=accumulate)
-    strategy = mpidist.MirroredStrategy(communicator=comm, cross_device_ops=ops)
+    strategy = make_strategy(cross_device_ops=ops)
     value = np.full(3, np.iinfo("i8").max)
     check(strategy.reduce("SUM", value), value)
     assert set(shapes) <= {(3,)}
-    strategy.experimental_finalize()
 
 
 def test_a_nest_that_one_rank_cannot_read_is_an_error_on_all(strategy, comm):

@@ -1,12 +1,11 @@
 """MIN, MAX and PRODUCT, with NumPy as the oracle."""
 
-from __future__ import annotations
-
 import functools
 
 import ml_dtypes
 import numpy as np
 import pytest
+from collective_calls import in_replica
 
 import mpidist
 from mpidist import CommunicationOptions
@@ -29,18 +28,11 @@ def parts(strategy, shape, dtype="f8"):
     return [part(rank, shape, dtype) for rank in range(strategy.num_replicas_in_sync)]
 
 
-def all_reduce(strategy, reduce_op, value, options=None):
-    def fn():
-        return mpidist.get_replica_context().all_reduce(reduce_op, value, options)
-
-    return strategy.experimental_local_results(strategy.run(fn))[0]
-
-
 @pytest.fixture(params=["reduce", "all_reduce"])
 def reduce(request, strategy):
     if request.param == "reduce":
         return strategy.reduce
-    return functools.partial(all_reduce, strategy)
+    return functools.partial(in_replica, strategy, "all_reduce")
 
 
 def check(result, expected):
@@ -83,7 +75,7 @@ def test_nests_by_every_way(strategy, comm, op, size, options):
         one = part(rank, size)
         return {"a": one, "b": [one.astype("i8")[::2], float(rank + 1)], "c": one[:0]}
 
-    result = all_reduce(strategy, op, value(comm.rank), options)
+    result = in_replica(strategy, "all_reduce", op, value(comm.rank), options)
     everyone = [value(rank) for rank in range(comm.size)]
     combine = functools.partial(functools.reduce, UFUNCS[op])
     check(result["a"], combine([v["a"] for v in everyone]))
@@ -178,9 +170,8 @@ def test_a_product_of_complex_numbers(reduce, comm):
     assert np.allclose(reduce("PRODUCT", np.full(2, 1 + 1j)), expected)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_another_operation_elsewhere_is_an_error_on_all(strategy, comm):
-    if comm.size == 1:
-        pytest.skip("needs two ranks")
     with pytest.raises(mpidist.MismatchError, match="reduce_op is MAX on rank 0"):
         strategy.reduce("MAX" if comm.rank == 0 else "MIN", 1.0)
 
@@ -206,18 +197,16 @@ class Same(mpidist.CrossDeviceOps):
 )
 @pytest.mark.parametrize("op", UFUNCS)
 @pytest.mark.parametrize("size", [3, 200_000])
-def test_cross_device_ops(comm, make, op, size):
-    strategy = mpidist.MirroredStrategy(cross_device_ops=make(), communicator=comm)
+def test_cross_device_ops(comm, make, op, size, make_strategy):
+    strategy = make_strategy(cross_device_ops=make())
     mine = parts(strategy, size)
     check(strategy.reduce(op, mine[comm.rank]), functools.reduce(UFUNCS[op], mine))
     result = strategy.reduce(op, mine[comm.rank][:3], axis=0)
     check(result, UFUNCS[op].reduce(np.concatenate([a[:3] for a in mine])))
-    strategy.experimental_finalize()
 
 
-def test_an_accumulation_function_is_for_sums(comm):
+def test_an_accumulation_function_is_for_sums(make_strategy):
     ops = mpidist.ReductionToOneDevice(accumulation_fn=lambda arrays: arrays[0])
-    strategy = mpidist.MirroredStrategy(cross_device_ops=ops, communicator=comm)
+    strategy = make_strategy(cross_device_ops=ops)
     with pytest.raises(mpidist.ArgumentError, match="accumulation_fn"):
         strategy.reduce("MAX", 1.0)
-    strategy.experimental_finalize()

@@ -1,7 +1,5 @@
 """NodeBarrier: what ranks write before it, all ranks of the node read after it."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading
@@ -22,7 +20,6 @@ from mpidist.comm.consensus.comparison import (
     SharedMemoryComparison,
 )
 from mpidist.comm.consensus.consensus import Consensus
-from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.consensus.waiting import Departures, WaitTimeoutError
 from mpidist.comm.shared_memory import node
 
@@ -155,10 +152,9 @@ def test_the_rank_that_arrives_last_at_the_barrier(comm, barrier):
             assert barrier.late != comm.rank
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_broken_strategy_writes_no_payload(comm, barrier):
     """Others may still read what this rank has told them before it broke off."""
-    if comm.size == 1:
-        pytest.skip("one rank tells nobody")
     consensus = Consensus(comm, SharedMemoryComparison(barrier, 64))
     pages = consensus.comparison.pages([(np.dtype("f8"), (3,))])
     own = [page[0] for page in pages.own]
@@ -172,15 +168,14 @@ def test_a_broken_strategy_writes_no_payload(comm, barrier):
     consensus.broken = "it was interrupted"
     for timeout in (None, 10.0):
         error = pytest.raises(mpidist.CollectiveError, match="was interrupted")
-        with error, consensus.lock:
-            consensus.exchange(CallSignature("step"), 1, pages, fill, timeout)
+        with error, consensus.call("step", timeout) as call:
+            call.exchange(pages, fill)
     assert [array.tolist() for array in own] == [[comm.rank] * 3] * 2
     consensus.close()
 
 
+@pytest.mark.mpi(min_size=2)
 def test_what_filling_a_payload_raises_is_raised_on_all_ranks(comm, barrier):
-    if comm.size == 1:
-        pytest.skip("one rank tells nobody")
     consensus = Consensus(comm, SharedMemoryComparison(barrier, 64))
     pages = consensus.comparison.pages([(np.dtype("f8"), ())])
 
@@ -189,9 +184,10 @@ def test_what_filling_a_payload_raises_is_raised_on_all_ranks(comm, barrier):
         return False
 
     for timeout in (None, 1000.0):
-        with pytest.raises(ValueError, match="no number"), consensus.lock:
-            consensus.exchange(CallSignature("step"), 1, pages, fill, timeout)
-    consensus.sync_errors("a call", None)
+        error = pytest.raises(ValueError, match="no number")
+        with error, consensus.call("step", timeout) as call:
+            call.exchange(pages, fill)
+    consensus.require_same("a call")
     consensus.close()
 
 

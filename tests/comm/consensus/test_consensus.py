@@ -1,7 +1,5 @@
 """All ranks fail together: Consensus, and the collectives that are built on it."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -14,6 +12,7 @@ import weakref
 import launching
 import numpy as np
 import pytest
+from all_ranks import require_usable
 
 import mpidist
 from mpidist.comm.consensus import waiting
@@ -59,15 +58,11 @@ def call(strategy, name, *args):
     return strategy.run(lambda: getattr(mpidist.get_replica_context(), name)(*args))
 
 
-def check_works(strategy):
-    n, rank = strategy.num_replicas_in_sync, strategy.extended.replica_id
-    assert strategy.reduce("SUM", rank + 1) == n * (n + 1) // 2
-
-
 def test_equal_calls_pass(consensus):
     for timeout in (None, 60):
         consensus.require_same(step({"a": [1, 2]}, op="SUM"), timeout=timeout)
-    assert consensus.gather("ranks", consensus.rank) == list(range(consensus.size))
+    ranks = consensus.gather_objects("ranks", lambda: consensus.rank)
+    assert ranks == list(range(consensus.size))
 
 
 @pytest.mark.parametrize("culprit", [0, -1])
@@ -81,7 +76,7 @@ def test_one_ranks_error_is_raised_on_all(comm, consensus, culprit):
     if error is None:
         assert type(info.value.__cause__) is mpidist.RemoteError
         assert f"on rank {culprit}:\nKeyError: 'lost'" in str(info.value.__cause__)
-    assert consensus.gather("next", 1) == [1] * comm.size
+    assert consensus.gather_objects("next", lambda: 1) == [1] * comm.size
 
 
 def test_each_failed_rank_raises_its_own_error(comm, consensus):
@@ -109,10 +104,12 @@ def test_an_error_goes_before_a_difference(comm, consensus):
 
 
 def test_prepare_fails_where_the_others_meet_the_collective(comm, consensus):
-    with pytest.raises(ValueError, match="rank 0 cannot"):
-        consensus.guard("step", lambda: int("1" if comm.rank else "rank 0 cannot"))
-        consensus.require_same(CallSignature("step"))
-    assert consensus.guard("step", lambda: 1) == 1
+    with pytest.raises(ValueError, match="rank 0 cannot"), consensus.call("step") as it:
+        it.reserve(int, "1" if comm.rank else "rank 0 cannot")
+        it.agree()
+    with consensus.call("step") as it:
+        assert it.reserve(int, "1") == 1
+        it.agree()
 
 
 def test_other_operations_are_a_divergence_that_names_both(comm, consensus, several):
@@ -177,8 +174,8 @@ def test_what_root_only_raises_is_raised_on_all(comm, consensus, root):
 def test_values_that_cannot_be_gathered_are_an_error_on_all(comm, consensus, several):
     value = (lambda: 1) if comm.rank == several else 1
     with pytest.raises(UNPICKLABLE, match="pickle"):
-        consensus.gather("step", value)
-    assert consensus.gather("step", 1) == [1] * comm.size
+        consensus.gather_objects("step", lambda: value)
+    assert consensus.gather_objects("step", lambda: 1) == [1] * comm.size
 
 
 @contextlib.contextmanager
@@ -276,7 +273,7 @@ def test_messages_of_a_freed_communicator_mean_nothing_to_the_next(comm, several
         consensus = Consensus(comm.Dup())
         consensus.calls = waiting._COLLECT_CALLS  # so announcements are received
         consensus.wait(consensus.comm.Ibarrier(), None, "step")
-        consensus.sync_errors("step", None)  # looks for ranks that have left
+        consensus.require_same("step")  # looks for ranks that have left
         consensus.close()
         consensus.comm.Free()
 
@@ -319,7 +316,7 @@ def test_a_replica_that_misses_a_deadline_ends_the_strategy(
         with pytest.raises(mpidist.CollectiveError, match=f"any more: .* {late}"):
             abandoned.reduce("SUM", 1)
     abandoned.extended.consensus.close()
-    check_works(strategy)
+    require_usable(strategy)
 
 
 ONE = np.ones((2, 3))
@@ -353,7 +350,7 @@ def test_one_bad_argument_is_an_error_on_all(comm, strategy, name, args, error, 
         call(strategy, name, *(args if comm.rank == last else GOOD[name]))
     assert type(info.value) is error
     assert comm.size == 1 or info.value.origin_rank == last
-    check_works(strategy)
+    require_usable(strategy)
 
 
 UNLIKE = [
@@ -370,7 +367,7 @@ def test_unlike_arguments(comm, strategy, several, name, args, match):
     match = match.format(others=all_but_last(comm), last=f"rank {several}")
     with pytest.raises(mpidist.MismatchError, match=f"{name}: .* differ: {match}$"):
         call(strategy, name, *(args if comm.rank == several else GOOD[name]))
-    check_works(strategy)
+    require_usable(strategy)
 
 
 PAIRS = [("reduce", "gather"), ("all_reduce", "all_gather"), ("reduce", "all_reduce")]
@@ -383,7 +380,7 @@ def test_another_collective_on_one_replica(comm, strategy, several, usual, other
         call(strategy, name, *GOOD[name])
     assert re.search(f"{usual} at .* on {all_but_last(comm)}", str(info.value))
     assert re.search(f"{other} at .* on rank {several}", str(info.value))
-    check_works(strategy)
+    require_usable(strategy)
 
 
 @pytest.mark.parametrize("method", ["all_reduce", "all_gather"])
@@ -398,7 +395,7 @@ def test_an_exception_in_one_replica_ends_run_on_all(comm, strategy, method, tim
     with pytest.raises(ZeroDivisionError, match="in replica") as info:
         strategy.run(fn)
     assert comm.size == 1 or info.value.origin_rank == comm.size - 1
-    check_works(strategy)
+    require_usable(strategy)
 
 
 @pytest.mark.parametrize("field", ["bytes_per_pack", "timeout_seconds"])
@@ -407,14 +404,14 @@ def test_options_that_differ(comm, strategy, several, field):
     options = mpidist.CommunicationOptions(**fields)
     with pytest.raises(mpidist.MismatchError, match=field):
         call(strategy, "all_reduce", "SUM", [1, 2], options)
-    check_works(strategy)
+    require_usable(strategy)
 
 
 @pytest.mark.parametrize("args", [{}, None, 1])
 def test_bad_args_of_run_on_one_replica_are_an_error_on_all(comm, strategy, args):
     with pytest.raises(mpidist.ArgumentError, match=f"args .* not {args}"):
         strategy.run(lambda *_: None, args if comm.rank == comm.size - 1 else ())
-    check_works(strategy)
+    require_usable(strategy)
 
 
 class Held:
@@ -424,10 +421,10 @@ class Held:
 @pytest.mark.parametrize(
     ("way", "failing"),
     [
-        ("run_in_scope", "one"),
-        ("guard", "all"),
-        pytest.param("run_in_scope", "all", marks=pytest.mark.slow),
-        pytest.param("guard", "one", marks=pytest.mark.slow),
+        ("run", "one"),
+        ("reserve", "all"),
+        pytest.param("run", "all", marks=pytest.mark.slow),
+        pytest.param("reserve", "one", marks=pytest.mark.slow),
     ],
 )
 def test_what_a_failed_function_held_is_freed_at_once(comm, consensus, way, failing):
@@ -443,9 +440,9 @@ def test_what_a_failed_function_held_is_freed_at_once(comm, consensus, way, fail
     gc.collect()
     gc.disable()
     try:
-        with contextlib.suppress(MemoryError):
-            getattr(consensus, way)("test", fail)
-            consensus.require_same(CallSignature("after"))
+        with contextlib.suppress(MemoryError), consensus.call("test") as it:
+            consensus.run("test", fail) if way == "run" else it.reserve(fail)
+            it.agree()
         assert held[0]() is None
     finally:
         gc.enable()

@@ -1,7 +1,5 @@
 """Ranks that leave a collective by an exception of their own, and forked processes."""
 
-from __future__ import annotations
-
 import re
 import time
 
@@ -106,6 +104,7 @@ def test_an_interrupted_rank_never_gives_a_number_of_another_step(
         str(n),
         where,
         MPIDIST_RANKS_PER_NODE=ranks_per_node,
+        fails=True,
     )
     assert "wrong" not in ended.stdout
     assert "rank 1: goes on" in ended.stdout
@@ -116,7 +115,6 @@ def test_an_interrupted_rank_never_gives_a_number_of_another_step(
     for rank in (0, 2):
         told = rf"rank {rank}: told: .*{reason}"
         assert re.search(told, ended.stdout) or re.search(reason, ended.stderr)
-    assert ended.returncode != 0
 
 
 # An alarm goes off on rank 1 while the thread of its buckets reduces
@@ -141,12 +139,11 @@ except mpidist.CollectiveError as error:
 
 
 def test_a_rank_that_does_not_wait_for_its_buckets_is_an_error_on_all(mpirun):
-    ended = mpirun(3, INTERRUPTED_BUCKETS, "AUTO", "1000000", "finish")
+    ended = mpirun(3, INTERRUPTED_BUCKETS, "AUTO", "1000000", "finish", fails=True)
     assert "wrong" not in ended.stdout
     assert "rank 1: goes on" in ended.stdout
     for rank in range(3):
         assert re.search(rf"rank {rank}: told: .*rank 1 left", ended.stdout)
-    assert ended.returncode != 0
 
 
 # Rank 0 leaves by a deadline before rank 1, without one, comes
@@ -189,7 +186,12 @@ def test_a_rank_that_comes_after_others_left_by_a_deadline_is_told(
     mpirun, n, implementation, ranks_per_node
 ):
     ended = mpirun(
-        2, LATE, implementation, str(n), MPIDIST_RANKS_PER_NODE=ranks_per_node
+        2,
+        LATE,
+        implementation,
+        str(n),
+        MPIDIST_RANKS_PER_NODE=ranks_per_node,
+        fails=True,
     )
     reason = (
         r"rank 0 waited 0\.2 s in reduce \(called at <string>:\d+\), but rank 1 did"
@@ -197,7 +199,6 @@ def test_a_rank_that_comes_after_others_left_by_a_deadline_is_told(
     assert re.search(rf"rank 0: left: {reason}", ended.stdout)
     assert re.search(rf"rank 0: CollectiveError: .*any more: {reason}", ended.stdout)
     assert re.search(rf"rank 1: DeadlineError: .*any more: {reason}", ended.stdout)
-    assert ended.returncode != 0
 
 
 FORKS = (
@@ -265,7 +266,6 @@ def test_a_forked_process_has_no_part_in_collectives(mpirun, n):
     assert {"rank 0: well", "rank 1: well"} <= set(lines)
     assert "failed; the job ends" not in ended.stderr
     assert ended.stderr.count("KeyError: 'of the child'") == 1
-    assert ended.returncode == 0
 
 
 @pytest.mark.mpi(min_size=2)
@@ -351,7 +351,6 @@ for name, call in calls.items():
 )
 def test_a_rank_without_memory_for_a_result_is_an_error_on_all(mpirun, implementation):
     ended = mpirun(2, SHORT, implementation, "0")
-    assert ended.returncode == 0, ended.stderr
     lines = [line for line in ended.stdout.splitlines() if not line.endswith("then 2")]
     assert len(lines) == 16
     assert all(re.search(r": (MemoryError|_ArrayMemoryError)$", line) for line in lines)
@@ -390,8 +389,7 @@ for n in (3, 100_000):
     "ranks_per_node", [pytest.param("", marks=pytest.mark.slow), "1"]
 )
 def test_misaligned_arrays_of_one_rank_are_reduced(mpirun, ranks_per_node):
-    ended = mpirun(2, MISALIGNED, MPIDIST_RANKS_PER_NODE=ranks_per_node)
-    assert ended.returncode == 0, ended.stderr
+    mpirun(2, MISALIGNED, MPIDIST_RANKS_PER_NODE=ranks_per_node)
 
 
 @pytest.mark.parametrize("most_direct", [16, 1])  # 1: as between more than 16 ranks

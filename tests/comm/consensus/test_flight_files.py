@@ -1,7 +1,5 @@
 """The files of the flight recorder: bounded, safe to open, and harmless when full."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -53,11 +51,8 @@ def dumps(comm, monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def consensus(comm, dumps):
-    consensus = Consensus(comm.Dup())
-    yield consensus
-    consensus.close()
-    consensus.comm.Free()
+def consensus(dumps, consensus):
+    return consensus
 
 
 def own_paths(folder, consensus):
@@ -122,7 +117,7 @@ def test_what_is_no_file_is_not_opened(comm, dumps, tmp_path, what, which):
     duplicate = comm.Dup()
     with pytest.warns(RuntimeWarning, match="are not recorded in MPIDIST_DUMPS"):
         consensus = Consensus(duplicate)
-    consensus.sync_errors("a call", None)
+    consensus.require_same("a call")
     consensus.close()
     duplicate.Free()
     assert target.read_text() == "precious"
@@ -139,7 +134,7 @@ def test_files_of_a_former_job_are_replaced(comm, dumps):
         kept.append(path.open())
     duplicate = comm.Dup()
     consensus = Consensus(duplicate)
-    consensus.sync_errors("a call", None)
+    consensus.require_same("a call")
     assert own_paths(dumps, consensus) == tuple(former)
     for path, file in zip(former, kept, strict=True):
         assert file.read() == "former"  # another process may still have it mapped
@@ -151,8 +146,8 @@ def test_files_of_a_former_job_are_replaced(comm, dumps):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_each_step_of_a_dataset_is_no_new_kind_of_call(comm, dumps):
-    strategy = mpidist.MirroredStrategy(["CPU:0"], communicator=comm)
+def test_each_step_of_a_dataset_is_no_new_kind_of_call(dumps, make_strategy):
+    strategy = make_strategy(["CPU:0"])
     recorder = strategy.extended.consensus.recorder
     _, text = own_paths(dumps, strategy.extended.consensus)
     sizes = []
@@ -165,13 +160,12 @@ def test_each_step_of_a_dataset_is_no_new_kind_of_call(comm, dumps):
                 sizes.append((len(recorder._kinds), text.stat().st_size))
     assert sizes[1] == sizes[0]
     assert sizes[3] == sizes[2]
-    strategy.experimental_finalize()
 
 
 @pytest.mark.mpi(min_size=2)
-def test_the_step_is_in_the_dump(comm, dumps):
+def test_the_step_is_in_the_dump(comm, dumps, make_strategy):
     """It is what tells ranks apart that are in the same line of the program."""
-    strategy = mpidist.MirroredStrategy(["CPU:0"], communicator=comm)
+    strategy = make_strategy(["CPU:0"])
     rows = mpidist.Dataset.from_generator(lambda: iter(range(6))).batch(2)
     for _ in strategy.experimental_distribute_dataset(rows):
         pass
@@ -181,7 +175,6 @@ def test_the_step_is_in_the_dump(comm, dumps):
     for step in range(4):
         assert sum(f"step {step}" in text for text in texts) == 1
     comm.Barrier()
-    strategy.experimental_finalize()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -210,15 +203,14 @@ def test_the_text_is_bounded_for_any_program(comm, dumps, consensus, monkeypatch
 
 
 @pytest.mark.mpi(min_size=2)
-def test_the_text_of_one_call_is_bounded(comm, dumps):
-    strategy = mpidist.MirroredStrategy(["CPU:0"], communicator=comm)
+def test_the_text_of_one_call_is_bounded(dumps, make_strategy):
+    strategy = make_strategy(["CPU:0"])
     _, text = own_paths(dumps, strategy.extended.consensus)
     before = text.stat().st_size
     strategy.reduce("SUM", {f"a long name of an array {n}": n for n in range(5000)})
     assert text.stat().st_size - before < 4096
     for line in text.read_text().splitlines():
         json.loads(line)
-    strategy.experimental_finalize()
 
 
 @pytest.mark.mpi(min_size=2)

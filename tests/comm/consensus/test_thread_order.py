@@ -1,7 +1,5 @@
 """Collectives from several threads of each rank."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Picking rows of many arrays, against NumPy's indexing."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Symmetric arrays: made alike on all ranks, recognized, reduced in place, freed."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -192,16 +190,15 @@ def test_other_places_on_other_ranks_are_plain(comm, strategy, spied):
 
 
 @pytest.mark.parametrize("ranks_per_node", ["1", "2", "3"])
-def test_over_several_nodes(comm, monkeypatch, ranks_per_node):
+def test_over_several_nodes(comm, monkeypatch, ranks_per_node, make_strategy):
     monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", ranks_per_node)
-    strategy = mpidist.MirroredStrategy(communicator=comm)
+    strategy = make_strategy()
     parts = everyones(comm, LARGE)
     value, small = strategy.symmetric_like([parts[0], np.zeros(3)])
     value[...], small[...] = parts[comm.rank], comm.rank
     for _ in range(3):
         assert np.array_equal(strategy.reduce("SUM", value), np.sum(parts, axis=0))
         assert strategy.reduce("SUM", small).tolist() == [sum(range(comm.size))] * 3
-    strategy.experimental_finalize()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -306,11 +303,10 @@ def test_unlike_shapes_are_refused_on_all(comm, strategy):
         strategy.symmetric_like("w" if comm.rank == 0 else np.zeros(3))
 
 
-def test_under_another_strategy_they_are_refused(comm, strategy):
-    other = mpidist.MirroredStrategy(communicator=comm)
+def test_under_another_strategy_they_are_refused(strategy, make_strategy):
+    other = make_strategy()
     with other.scope(), pytest.raises(mpidist.ContextError, match="symmetric_like"):
         strategy.symmetric_like(np.zeros(3))
-    other.experimental_finalize()
 
 
 # Where ranks cannot pass files: in containers with networks of their own
@@ -409,8 +405,7 @@ strategy.symmetric_like(np.zeros(1000))
 """
     folder = Path("/dev/shm")
     before = set(folder.glob("mpidist-*"))
-    ended = mpirun(2, script)
-    assert ended.returncode != 0
+    ended = mpirun(2, script, fails=True)
     assert ended.stdout.count("begun") == 2
     assert set(folder.glob("mpidist-*")) <= before
 

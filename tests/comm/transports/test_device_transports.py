@@ -3,8 +3,6 @@
 CuPy is replaced by as much of it as is called.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import types
@@ -14,7 +12,6 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.device_info import GpuFacts, Support, why_no_nccl
 from mpidist.comm.shared_memory import cuda_ipc
 from mpidist.comm.transports import device
@@ -25,14 +22,6 @@ from mpidist.device import kernels, memory
 from mpidist.device.binding import GpuIdentity, nccl_version
 
 GPU = GpuIdentity("node1", "0000:3b:00.0", "ab12", "H100", 13000)
-
-
-@pytest.fixture
-def consensus(comm):
-    consensus = Consensus(comm.Dup())
-    yield consensus
-    consensus.close()
-    consensus.comm.Free()
 
 
 class CUDARuntimeError(RuntimeError):

@@ -1,7 +1,5 @@
 """The contract of all transports, on the host and on GPUs, with NumPy as the oracle."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import math
@@ -164,7 +162,7 @@ def make_device_mpi(consensus):
 def make_nccl(consensus):
     if gpu_count() < consensus.size:
         pytest.skip("NCCL needs a GPU for each rank")
-    versions = consensus.gather("versions of NCCL", nccl_version())
+    versions = consensus.gather_objects("versions of NCCL", nccl_version)
     if not all(versions):
         pytest.skip("there is no NCCL")
     transport, reason = connect(consensus)
@@ -351,14 +349,13 @@ def test_gathers_of_uneven_lengths(comm, transport, deadline, dtype, counts):
     assert np.array_equal(got(receive), np.concatenate(parts))
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("dtype", ["i1", "f4", "c16", "S3", "m8[s]"])
 @pytest.mark.parametrize("slot_bytes", SLOT_BYTES)
 @pytest.mark.parametrize("widths", [(0, 0, 0, 0), (5, 0, 70, 1), (3, 3, 3, 3)])
 @pytest.mark.parametrize("rows", [0, 1, 9, 200])
 def test_gathers_of_columns(comm, dtype, slot_bytes, widths, rows):
     """Wide rows do not fit into a slot, of short ones many do."""
-    if comm.size == 1:
-        pytest.skip("one rank gathers nothing")
     consensus = Consensus(comm.Dup())
     transport, close = make_shared(consensus, slot_bytes)
     widths = widths[: comm.size]
@@ -412,13 +409,12 @@ def test_calls_of_all_kinds_follow_each_other(comm, transport):
             assert np.array_equal(got(buffer), expected)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("method", ["allreduce", "allgatherv", "broadcast"])
 @pytest.mark.parametrize(
     "kind", ["mpi", "ordered", "ring", "shared 4096", "2 ranks per node"]
 )
 def test_a_rank_that_does_not_come_is_told_at_the_deadline(comm, method, kind):
-    if comm.size == 1:
-        pytest.skip("one rank waits for nobody")
     consensus = Consensus(comm.Dup())  # not freed: that might wait for all ranks
     transport, _ = MAKERS[kind](consensus)
     comm.Barrier()
@@ -433,15 +429,14 @@ def test_a_rank_that_does_not_come_is_told_at_the_deadline(comm, method, kind):
         with pytest.raises(mpidist.DeadlineError, match="did not arrive"):
             calls[method]()
         with pytest.raises(mpidist.CollectiveError, match="any more"):
-            consensus.gather("next", 1)
+            consensus.gather_objects("next", lambda: 1)
     consensus.close()
     comm.Barrier()
 
 
+@pytest.mark.mpi(min_size=2)
 def test_memory_of_all_blocks_that_are_given_up_is_kept(comm, monkeypatch):
     """A rank that comes late sends parts of them, wherever this one has given up."""
-    if comm.size == 1:
-        pytest.skip("one rank waits for nobody")
     begin, given_up = blocks.BlockSum.__init__, []
 
     def begin_and_note(block, *arguments):

@@ -1,7 +1,5 @@
 """Ranks that pass unlike arrays in memory learn of it when they distribute them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -38,19 +36,17 @@ BUILDS = {
 }
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", BUILDS)
 def test_arrays_that_differ_are_an_error_on_all_ranks(strategy, comm, name):
-    if comm.size == 1:
-        pytest.skip("one rank differs from none")
     dataset = BUILDS[name](own(comm)).batch(4)
     with pytest.raises(mpidist.MismatchError, match=r"from_tensor.* on rank 0;"):
         strategy.experimental_distribute_dataset(dataset)
     list(strategy.experimental_distribute_dataset(slices(SAME).batch(4)))
 
 
+@pytest.mark.mpi(min_size=2)
 def test_the_error_names_the_array_and_the_ranks(strategy, comm):
-    if comm.size == 1:
-        pytest.skip("one rank differs from none")
     rows = SAME + (comm.rank == comm.size - 1)
     with pytest.raises(mpidist.MismatchError) as info:
         strategy.experimental_distribute_dataset(slices((SAME, rows)).batch(4))
@@ -99,11 +95,10 @@ def test_equal_arrays_of_any_kind_are_distributed(
     assert len(in_order(on_all_ranks(strategy, comm, divided))) == len(rows)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_of_large_arrays_rows_are_sampled_and_that_is_logged(
     strategy, comm, monkeypatch
 ):
-    if comm.size == 1:
-        pytest.skip("nothing is compared")
     lines = []
     monkeypatch.setattr(contents, "_WHOLE_BYTES", 100)
     monkeypatch.setattr(contents.logs, "info", lambda _, text: lines.append(text))

@@ -1,24 +1,19 @@
 """Datasets divided over replicas: every row once, in one order, for any number."""
 
-from __future__ import annotations
-
 import itertools
 
 import h5py
 import numpy as np
 import pytest
 from all_ranks import in_order, local, on_all_ranks
+from datasets import generated, numbers, reading_ahead, shuffled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidist import AutoShardPolicy, Dataset, InputContext, InputOptions, Options
 from mpidist.data.map_dataset import Epoch, SourceMapDataset
-from mpidist.data.sharding import BatchShare, Permutation
+from mpidist.data.sharding import BatchShare
 from mpidist.errors import MismatchError
-
-
-def numbers(n, dtype=np.int64):
-    return Dataset.from_tensor_slices(np.arange(n, dtype=dtype))
 
 
 def rows_of(n, dtype=np.float32):
@@ -26,24 +21,32 @@ def rows_of(n, dtype=np.float32):
     return np.arange(n, dtype=dtype)[:, None] + np.zeros((1, 3), dtype)
 
 
-def shuffled(n, seed, epoch=0):
-    return Permutation(n, seed, epoch)(np.arange(n)).tolist()
+BOTH = pytest.mark.parametrize("make", [numbers, generated])
 
 
+@BOTH
+@pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("drop_remainder", [False, True])
-def test_14_rows_in_batches_of_8(strategy, comm, drop_remainder):
+def test_14_rows_in_batches_of_8(strategy, comm, make, drop_remainder, depth):
     sizes = {
         1: [[8], [6]],
         2: [[4, 4], [3, 3]],
         3: [[3, 3, 2], [2, 2, 2]],
         4: [[2, 2, 2, 2], [2, 2, 2, 0]],
     }[comm.size]
-    dataset = numbers(14).batch(8, drop_remainder)
-    divided = strategy.experimental_distribute_dataset(dataset)
-    steps = on_all_ranks(strategy, comm, divided)
-    assert [list(map(len, parts)) for parts in steps] == sizes[: len(divided)]
-    assert in_order(steps) == list(range(8 if drop_remainder else 14))
-    assert len(divided) == divided.cardinality == (1 if drop_remainder else 2)
+    dataset = make(14).batch(8, drop_remainder)
+    divided = strategy.experimental_distribute_dataset(dataset, reading_ahead(depth))
+    count = 1 if drop_remainder else 2
+    for _ in range(2):
+        steps = on_all_ranks(strategy, comm, divided)
+        assert [list(map(len, parts)) for parts in steps] == sizes[:count]
+        assert in_order(steps) == list(range(8 if drop_remainder else 14))
+    if make is numbers:
+        assert len(divided) == divided.cardinality == count
+    else:
+        assert divided.cardinality == -2
+        with pytest.raises(TypeError, match="not known"):
+            len(divided)
 
 
 @pytest.mark.parametrize("kind", ["array", "mapped", "cached", "stream", "file"])
@@ -72,9 +75,8 @@ def test_balanced_batches(strategy, comm, mpi_tmp_path, kind):
         assert all(max(parts) - min(parts) <= 1 for parts in sizes)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_balance_on_some_ranks_is_an_error_on_all(strategy, comm):
-    if comm.size == 1:
-        pytest.skip("needs ranks that can differ")
     options = InputOptions(balance_batches=comm.rank == 0)
     with pytest.raises(MismatchError, match="balance_batches"):
         strategy.experimental_distribute_dataset(numbers(8).batch(4), options)
@@ -93,17 +95,25 @@ def test_epochs_have_every_row_once_in_the_order_of_the_permutation(
         assert len(steps) == -(-n // batch_size)
 
 
-def test_without_a_seed_replicas_share_one_and_epochs_differ(strategy, comm):
-    dataset = numbers(40).shuffle().batch(7)
-    divided = strategy.experimental_distribute_dataset(dataset)
+@pytest.mark.parametrize(
+    "build", [lambda: numbers(40).shuffle(), lambda: generated(40).shuffle(40)]
+)
+def test_without_a_seed_replicas_share_one_and_epochs_differ(strategy, comm, build):
+    divided = strategy.experimental_distribute_dataset(build().batch(7))
     epochs = [in_order(on_all_ranks(strategy, comm, divided)) for _ in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(40))
     assert epochs[0] != epochs[1]
 
 
-def test_the_order_is_that_of_a_local_iteration(strategy, comm):
-    dataset = numbers(23).map(lambda x: x * 3).shuffle(seed=1).repeat(2).skip(4)
-    dataset = dataset.batch(6).map(lambda x: x + 1).shuffle(seed=2)
+@BOTH
+def test_the_order_is_that_of_a_local_iteration(strategy, comm, make):
+    dataset = make(23).map(lambda x: x * 3)
+    dataset = dataset.shuffle(23 if make is numbers else 5, seed=1).repeat(2).skip(4)
+    dataset = dataset.batch(6).map(lambda x: x + 1)
+    if make is numbers:
+        dataset = dataset.shuffle(seed=2)
+    else:
+        dataset = dataset.concatenate([np.arange(3)])
     divided = strategy.experimental_distribute_dataset(dataset)
     expected = [batch.tolist() for batch in dataset]
     steps = on_all_ranks(strategy, comm, divided)
@@ -252,9 +262,10 @@ def test_a_replica_without_any_rows_follows_the_others(strategy, comm):
     assert all(part.shape == (0, 3) for parts in steps for part in parts[1:])
 
 
-def test_unbatched_datasets_of_equal_length_give_their_elements(strategy, comm):
+@BOTH
+def test_unbatched_datasets_of_equal_length_give_their_elements(strategy, comm, make):
     divided = strategy.distribute_datasets_from_function(
-        lambda ctx: numbers(3).map(lambda x: x + 10 * ctx.input_pipeline_id)
+        lambda ctx: make(3).map(lambda x: x + 10 * ctx.input_pipeline_id)
     )
     steps = on_all_ranks(strategy, comm, divided)
     expected = [[10 * rank + i for rank in range(comm.size)] for i in range(3)]

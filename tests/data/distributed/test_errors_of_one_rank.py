@@ -1,11 +1,10 @@
 """What one rank raises before ranks exchange anything is raised on all of them."""
 
-from __future__ import annotations
-
 import collections
 
 import numpy as np
 import pytest
+from all_ranks import require_usable
 
 import mpidist
 from mpidist import AutoShardPolicy, Dataset, Options
@@ -51,11 +50,6 @@ class Rows:
     def shard_files(self, workers, worker):
         self._call("shard_files")
         return self
-
-
-def require_usable(strategy):
-    n = strategy.num_replicas_in_sync
-    assert strategy.reduce("SUM", strategy.extended.replica_id + 1) == n * (n + 1) // 2
 
 
 def distribute(strategy, dataset, how):

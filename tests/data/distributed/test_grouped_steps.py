@@ -1,7 +1,5 @@
 """Small batches of files are read, and agreed on, several at a time."""
 
-from __future__ import annotations
-
 import threading
 
 import h5py

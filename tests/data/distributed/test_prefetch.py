@@ -1,13 +1,13 @@
 """Divided datasets whose batches go to a device: of threads here, or a GPU."""
 
-from __future__ import annotations
-
 import gc
 import threading
 
 import h5py
 import numpy as np
 import pytest
+from all_ranks import local
+from datasets import numbers, reading_ahead
 from thread_streams import DeviceArray, ThreadCopyStream
 
 import mpidist
@@ -29,23 +29,11 @@ def stream(request, monkeypatch):
     stream.end()
 
 
-def reading_ahead(depth):
-    return InputOptions(experimental_per_replica_buffer_size=depth)
-
-
-def numbers(n):
-    return Dataset.from_tensor_slices(np.arange(n))
-
-
 def in_file(path, n):
     """Rows in a file, of which several steps are read at a time."""
     with h5py.File(path / "x.h5", "w") as file:
         file["x"] = np.arange(n)
     return Dataset.from_hdf5(path / "x.h5", "x")
-
-
-def local(strategy, batch):
-    return strategy.experimental_local_results(batch)[0]
 
 
 def on_host(stream, array):

@@ -1,46 +1,14 @@
 """Who reads what: slices of batches, whole files, or everything."""
 
-from __future__ import annotations
-
-import itertools
-
 import h5py
 import numpy as np
 import pytest
+from all_ranks import local_rows, on_root, require_usable
+from datasets import generated, in_batches, joined, numbers, with_policy
 
 import mpidist
 from mpidist import AutoShardPolicy, Dataset, Options
 from mpidist.data.sharding import Permutation
-
-
-def numbers(n):
-    return Dataset.range(n)
-
-
-def generated(n):
-    return Dataset.from_generator(lambda: iter(range(n)))
-
-
-def with_policy(dataset, policy):
-    return dataset.with_options(Options(auto_shard_policy=AutoShardPolicy[policy]))
-
-
-def mine(strategy, divided):
-    """This replica's batches as lists of numbers."""
-    return [strategy.experimental_local_results(b)[0].tolist() for b in divided]
-
-
-def batches(rows, size):
-    return [rows[i : i + size] for i in range(0, len(rows), size)]
-
-
-def flat(lists):
-    return list(itertools.chain.from_iterable(lists))
-
-
-def require_usable(strategy):
-    n = strategy.num_replicas_in_sync
-    assert strategy.reduce("SUM", strategy.extended.replica_id + 1) == n * (n + 1) // 2
 
 
 @pytest.fixture
@@ -90,11 +58,13 @@ def test_steps_keep_the_options():
 @pytest.mark.parametrize("make", [numbers, generated])
 def test_auto_and_data_divide_batches(strategy, comm, make, policy):
     dataset = with_policy(make(14).batch(8), policy)
-    found = mine(strategy, strategy.experimental_distribute_dataset(dataset))
-    plain = mine(strategy, strategy.experimental_distribute_dataset(make(14).batch(8)))
+    found = local_rows(strategy, strategy.experimental_distribute_dataset(dataset))
+    plain = local_rows(
+        strategy, strategy.experimental_distribute_dataset(make(14).batch(8))
+    )
     assert found == plain
     everyone = comm.allgather(found)
-    assert [flat(parts) for parts in zip(*everyone)] == batches(list(range(14)), 8)
+    assert [joined(parts) for parts in zip(*everyone)] == in_batches(list(range(14)), 8)
 
 
 @pytest.mark.parametrize("make", [numbers, generated])
@@ -102,18 +72,18 @@ def test_auto_and_data_divide_batches(strategy, comm, make, policy):
 def test_off_gives_every_replica_everything(strategy, comm, make, batch_size):
     dataset = make(14).map(lambda x: x + 1).batch(batch_size).map(lambda x: x * 2)
     divided = strategy.experimental_distribute_dataset(with_policy(dataset, "OFF"))
-    expected = batches([2 * i + 2 for i in range(14)], -(-batch_size // comm.size))
+    expected = in_batches([2 * i + 2 for i in range(14)], -(-batch_size // comm.size))
     for _ in range(2):
-        assert mine(strategy, divided) == expected
+        assert local_rows(strategy, divided) == expected
     assert divided.cardinality == (len(expected) if make is numbers else -2)
 
 
 def test_off_shuffles_alike_everywhere(strategy, comm):
     dataset = with_policy(numbers(30).shuffle().batch(8), "OFF")
     divided = strategy.experimental_distribute_dataset(dataset)
-    epochs = [mine(strategy, divided) for _ in range(2)]
+    epochs = [local_rows(strategy, divided) for _ in range(2)]
     assert comm.allgather(epochs) == [epochs] * comm.size
-    assert sorted(flat(epochs[0])) == sorted(flat(epochs[1])) == list(range(30))
+    assert sorted(joined(epochs[0])) == sorted(joined(epochs[1])) == list(range(30))
     assert epochs[0] != epochs[1]
 
 
@@ -127,16 +97,16 @@ def test_file_gives_every_replica_its_own_files(
     divided = strategy.experimental_distribute_dataset(dataset)
     share = -(-batch_size // comm.size)
     own = [
-        flat(rows_of(counts, i) for i in range(rank, len(counts), comm.size))
+        joined(rows_of(counts, i) for i in range(rank, len(counts), comm.size))
         for rank in range(comm.size)
     ]
     steps = max(-(-len(rows) // share) for rows in own)
-    expected = batches(own[comm.rank], share)
+    expected = in_batches(own[comm.rank], share)
     expected += [[]] * (steps - len(expected))
     for _ in range(2):
-        found = mine(strategy, divided)
+        found = local_rows(strategy, divided)
         assert found == expected
-        every = flat(row for batch in comm.allgather(found) for row in batch)
+        every = joined(row for batch in comm.allgather(found) for row in batch)
         assert sorted(every) == list(range(sum(counts)))
     assert len(divided) == steps
     for batch in divided:
@@ -148,14 +118,14 @@ def test_file_shuffles_repeats_and_drops_within_the_own_files(strategy, comm, fi
     dataset = Dataset.from_hdf5(files(*counts), "x").shuffle(seed=4).repeat(2)
     dataset = with_policy(dataset.batch(4 * comm.size, drop_remainder=True), "FILE")
     divided = strategy.experimental_distribute_dataset(dataset)
-    rows = flat(rows_of(counts, i) for i in range(comm.rank, 6, comm.size))
+    rows = joined(rows_of(counts, i) for i in range(comm.rank, 6, comm.size))
     order = [
         rows[i]
         for epoch in range(2)
         for i in Permutation(len(rows), 4, epoch)(np.arange(len(rows)))
     ]
-    kept = batches(order, 4)[: len(order) // 4]
-    found = mine(strategy, divided)
+    kept = in_batches(order, 4)[: len(order) // 4]
+    found = local_rows(strategy, divided)
     assert [batch for batch in found if batch] == kept
     assert len({len(f) for f in comm.allgather(found)}) == 1
 
@@ -165,8 +135,8 @@ def test_file_may_be_endless(strategy, comm, files):
     divided = strategy.experimental_distribute_dataset(with_policy(dataset, "FILE"))
     assert divided.cardinality == -1
     iterator = iter(divided)
-    rows = flat(rows_of((3, 3, 3, 3), i) for i in range(comm.rank, 4, comm.size))
-    assert mine(strategy, [next(iterator)]) == [rows[:2]]
+    rows = joined(rows_of((3, 3, 3, 3), i) for i in range(comm.rank, 4, comm.size))
+    assert local_rows(strategy, [next(iterator)]) == [rows[:2]]
     iterator.close()
 
 
@@ -177,17 +147,19 @@ def test_file_opens_no_file_of_another_replica(strategy, comm, files):
             paths[i] = path.parent / "not there" / path.name
     dataset = Dataset.from_hdf5(paths, "x").batch(4)
     divided = strategy.experimental_distribute_dataset(with_policy(dataset, "FILE"))
-    found = flat(mine(strategy, divided))
-    assert found == flat(rows_of((2,) * 5, i) for i in range(comm.rank, 5, comm.size))
+    found = joined(local_rows(strategy, divided))
+    assert found == joined(rows_of((2,) * 5, i) for i in range(comm.rank, 5, comm.size))
 
 
 def test_file_takes_concatenated_files(strategy, comm, files):
     paths = files(2, 2, 2, 2, 2, 2, 2, 2)
     one, two = (Dataset.from_hdf5(half, "x") for half in (paths[:4], paths[4:]))
     dataset = with_policy(one.concatenate(two).batch(comm.size), "FILE")
-    found = flat(mine(strategy, strategy.experimental_distribute_dataset(dataset)))
+    found = joined(
+        local_rows(strategy, strategy.experimental_distribute_dataset(dataset))
+    )
     own = [i for half in (0, 4) for i in range(half + comm.rank, half + 4, comm.size)]
-    assert found == flat(rows_of((2,) * 8, i) for i in own)
+    assert found == joined(rows_of((2,) * 8, i) for i in own)
 
 
 def test_file_needs_files(strategy):
@@ -211,9 +183,7 @@ def test_file_needs_as_many_files_as_workers(strategy, comm, files):
 @pytest.mark.mpi(min_size=2)
 def test_a_missing_file_of_one_replica_is_an_error_on_all(strategy, comm, files):
     paths = files(*[4] * comm.size)
-    if comm.rank == 0:
-        paths[1].unlink()
-    comm.Barrier()
+    on_root(comm, paths[1].unlink)
     dataset = with_policy(Dataset.from_hdf5(paths, "x").batch(4), "FILE")
     with pytest.raises(mpidist.DataError, match=r"1\.h5"):
         strategy.experimental_distribute_dataset(dataset)

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from all_ranks import in_order, local, on_all_ranks
+from all_ranks import in_order, local, on_all_ranks, require_usable
+from datasets import generated, reading_ahead
 
 import mpidist
-from mpidist import Dataset, InputOptions
+from mpidist import Dataset
 
 MESSAGE = "damaged on purpose"
 PREFETCH = pytest.mark.parametrize("prefetch", [0, 1, 3])
@@ -22,41 +23,7 @@ class Pair(NamedTuple):
     y: np.ndarray
 
 
-def options(prefetch):
-    return InputOptions(experimental_per_replica_buffer_size=prefetch)
-
-
-def numbers(n):
-    return Dataset.from_generator(lambda: iter(range(n)))
-
-
-def require_usable(strategy):
-    n = strategy.num_replicas_in_sync
-    assert strategy.reduce("SUM", strategy.extended.replica_id + 1) == n * (n + 1) // 2
-
-
 # Global batches
-
-
-@PREFETCH
-@pytest.mark.parametrize("drop_remainder", [False, True])
-def test_14_elements_in_batches_of_8(strategy, comm, drop_remainder, prefetch):
-    sizes = {
-        1: [[8], [6]],
-        2: [[4, 4], [3, 3]],
-        3: [[3, 3, 2], [2, 2, 2]],
-        4: [[2, 2, 2, 2], [2, 2, 2, 0]],
-    }[comm.size]
-    dataset = numbers(14).batch(8, drop_remainder)
-    divided = strategy.experimental_distribute_dataset(dataset, options(prefetch))
-    for _ in range(2):
-        steps = on_all_ranks(strategy, comm, divided)
-        count = 1 if drop_remainder else 2
-        assert [list(map(len, parts)) for parts in steps] == sizes[:count]
-        assert in_order(steps) == list(range(8 if drop_remainder else 14))
-    assert divided.cardinality == -2
-    with pytest.raises(TypeError, match="not known"):
-        len(divided)
 
 
 @pytest.mark.parametrize("as_function", [False, True])
@@ -83,23 +50,6 @@ def test_plain_batches_are_divided(strategy, comm, as_function):
         assert {p.shape[1:] for parts in y for p in parts} == {(1,)}
 
 
-def test_shuffles_without_a_seed_are_the_same_on_all_replicas(strategy, comm):
-    dataset = numbers(40).shuffle(40).batch(7)
-    divided = strategy.experimental_distribute_dataset(dataset)
-    epochs = [in_order(on_all_ranks(strategy, comm, divided)) for _ in range(2)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(40))
-    assert epochs[0] != epochs[1]
-
-
-def test_the_order_is_that_of_a_local_iteration(strategy, comm):
-    dataset = numbers(23).map(lambda x: x * 3).shuffle(5, seed=1).repeat(2).skip(4)
-    dataset = dataset.batch(6).map(lambda x: x + 1).concatenate([np.arange(3)])
-    divided = strategy.experimental_distribute_dataset(dataset)
-    expected = [batch.tolist() for batch in dataset]
-    steps = on_all_ranks(strategy, comm, divided)
-    assert [in_order([parts]) for parts in steps] == expected
-
-
 def test_endless_generators_may_be_cut_off(strategy, comm):
     dataset = Dataset.from_generator(itertools.count).batch(4)
     taken = strategy.experimental_distribute_dataset(dataset.take(3))
@@ -114,9 +64,9 @@ def test_endless_generators_may_be_cut_off(strategy, comm):
 def test_global_batches_that_end_on_one_replica_are_an_error_on_all(
     strategy, comm, prefetch
 ):
-    dataset = numbers(12 - 4 * (comm.rank == 1)).batch(4)
+    dataset = generated(12 - 4 * (comm.rank == 1)).batch(4)
     iterator = iter(
-        strategy.experimental_distribute_dataset(dataset, options(prefetch))
+        strategy.experimental_distribute_dataset(dataset, reading_ahead(prefetch))
     )
     for _ in range(2):
         next(iterator)
@@ -147,7 +97,7 @@ def test_unlike_global_batches_are_an_error_on_all(strategy, comm, batch):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_generator_and_files_do_not_go_together(strategy, comm):
-    dataset = numbers(4) if comm.rank == 1 else Dataset.range(4)
+    dataset = generated(4) if comm.rank == 1 else Dataset.range(4)
     with pytest.raises(mpidist.MismatchError, match="dataset is"):
         strategy.experimental_distribute_dataset(dataset.batch(2))
     require_usable(strategy)
@@ -180,7 +130,7 @@ def test_batches_that_change_are_refused(strategy, later):
 
 def test_single_elements_and_other_things_are_refused(strategy):
     with pytest.raises(ValueError, match=r"call batch\("):
-        strategy.experimental_distribute_dataset(numbers(4))
+        strategy.experimental_distribute_dataset(generated(4))
     batches = [np.arange(4)]
     once, divided = iter(batches), strategy.experimental_distribute_dataset(batches)
     with pytest.raises(ValueError, match="pass the function"):
@@ -211,7 +161,7 @@ def test_replicas_that_run_out_get_batches_without_rows(
 
         return generate
 
-    divided = strategy.distribute_datasets_from_function(make, options(prefetch))
+    divided = strategy.distribute_datasets_from_function(make, reading_ahead(prefetch))
     for _ in range(2):
         steps = on_all_ranks(strategy, comm, [batch["x"] for batch in divided])
         assert len(steps) == 2 * (comm.size - 1)
@@ -247,10 +197,10 @@ def test_no_replica_has_batches(strategy):
 def test_generators_and_datasets_of_known_length_mix(strategy, comm, prefetch):
     def make(ctx):
         rank = ctx.input_pipeline_id
-        source = Dataset.range if rank % 2 else numbers
+        source = Dataset.range if rank % 2 else generated
         return source(5 - rank).map(lambda x: x + 10 * rank).batch(2)
 
-    divided = strategy.distribute_datasets_from_function(make, options(prefetch))
+    divided = strategy.distribute_datasets_from_function(make, reading_ahead(prefetch))
     for _ in range(2):
         steps = on_all_ranks(strategy, comm, divided)
         assert len(steps) == 3
@@ -286,19 +236,10 @@ def test_no_rows_take_the_shape_of_the_own_last_batch(strategy, comm):
         assert steps == [(1, 2)] * 3
 
 
-def test_single_elements_of_equal_number_are_given_as_they_are(strategy, comm):
-    divided = strategy.distribute_datasets_from_function(
-        lambda ctx: numbers(3).map(lambda x: x + 10 * ctx.input_pipeline_id)
-    )
-    steps = on_all_ranks(strategy, comm, divided)
-    expected = [[10 * rank + i for rank in range(comm.size)] for i in range(3)]
-    assert [list(map(int, parts)) for parts in steps] == expected
-
-
 @pytest.mark.mpi(min_size=2)
 def test_single_elements_of_unequal_number_are_an_error_on_all(strategy):
     divided = strategy.distribute_datasets_from_function(
-        lambda ctx: numbers(3 - (ctx.input_pipeline_id == 1))
+        lambda ctx: generated(3 - (ctx.input_pipeline_id == 1))
     )
     with pytest.raises(mpidist.MismatchError, match=r"rank 1 has ended.*call batch"):
         list(divided)
@@ -369,11 +310,11 @@ def test_any_lengths_give_every_row_once(strategy, comm, trial):
 
     def make(ctx):
         rank = ctx.input_pipeline_id
-        source = numbers if is_stream[rank] else Dataset.range
+        source = generated if is_stream[rank] else Dataset.range
         rows = source(lengths[rank]).map(lambda x: x + 100 * rank)
         return rows.batch(sizes[rank])
 
-    divided = strategy.distribute_datasets_from_function(make, options(prefetch))
+    divided = strategy.distribute_datasets_from_function(make, reading_ahead(prefetch))
     for _ in range(2):
         steps = on_all_ranks(strategy, comm, divided)
         assert len(steps) == max(-(-n // k) for n, k in zip(lengths, sizes))
@@ -399,10 +340,12 @@ def test_what_a_generator_raises_on_one_replica_is_raised_on_all(
         yield np.arange(4)
 
     if is_global:
-        divided = strategy.experimental_distribute_dataset(generate, options(prefetch))
+        divided = strategy.experimental_distribute_dataset(
+            generate, reading_ahead(prefetch)
+        )
     else:
         divided = strategy.distribute_datasets_from_function(
-            lambda ctx: generate, options(prefetch)
+            lambda ctx: generate, reading_ahead(prefetch)
         )
     before = set(threading.enumerate())
     iterator = iter(divided)
@@ -467,7 +410,7 @@ def test_generators_behind_steps_are_closed_too(strategy, step):
     assert closed == [True]
 
 
-@pytest.mark.parametrize("source", [numbers, Dataset.range])
+@pytest.mark.parametrize("source", [generated, Dataset.range])
 def test_a_step_is_one_agreement_whatever_the_lengths(strategy, comm, source):
     """At most; those of a range are agreed on several at a time."""
     consensus = strategy.extended.consensus

@@ -1,7 +1,5 @@
 """The bytes of a file: any rows, few calls, changes, and errors of the disk."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools
@@ -11,11 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import h5py
 import numpy as np
 import pytest
+from all_ranks import local, on_root
 from hdf5_damage import (
     RECIPES,
     divide,
-    mine,
-    on_root,
     require_names,
     require_rank,
     slice_of,
@@ -208,7 +205,7 @@ def test_an_error_of_the_disk(strategy, comm, mpi_tmp_path, layout):
     path, data = mpi_tmp_path / "a.h5", wide(64)
     on_root(comm, write_wide, path, RECIPES[layout], data)
     iterator = iter(divide(strategy, Dataset.from_hdf5(path, "x"), 8))
-    require_same(mine(strategy, next(iterator)), slice_of(data, strategy, 0, 8))
+    require_same(local(strategy, next(iterator)), slice_of(data, strategy, 0, 8))
     if comm.rank == comm.size - 1:
         with open("/proc/self/mem", "rb") as memory:
             for descriptor in os.listdir("/proc/self/fd"):

@@ -1,7 +1,5 @@
 """Rows of HDF5 files, against h5py reading each file whole."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """HDF5 files that change while they are read: right rows, or an error on all ranks."""
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle
@@ -13,14 +11,13 @@ import h5py
 import launching
 import numpy as np
 import pytest
+from all_ranks import local, on_root
 from hdf5_damage import (
     CHUNK_ROWS,
     RECIPES,
     divide,
     failure_of,
     lost_rows,
-    mine,
-    on_root,
     place_of_row,
     require_names,
     require_origin,
@@ -59,7 +56,7 @@ def require_met(strategy, comm, path, recipe, keep, depth, before):
     lost = lost_rows(path, cut, len(data))
     iterator = iter(divide(strategy, Dataset.from_hdf5(path, "x"), batch_size, depth))
     for step in range(before):
-        found = mine(strategy, next(iterator))
+        found = local(strategy, next(iterator))
         require_same(found, slice_of(data, strategy, step, batch_size))
     on_root(comm, os.truncate, path, cut)
     step, error = steps_until_error(
@@ -93,7 +90,7 @@ def test_a_large_file_that_is_emptied(strategy, comm, mpi_tmp_path, depth):
     sparse = Recipe(allocate="early", is_filled=False, written=(np.s_[:64],))
     on_root(comm, write_wide, path, sparse, ones)
     iterator = iter(divide(strategy, Dataset.from_hdf5(path, "x"), 64, depth))
-    assert (mine(strategy, next(iterator)) == 1).all()
+    assert (local(strategy, next(iterator)) == 1).all()
     on_root(comm, os.truncate, path, 0)
     for _ in range(2):
         error = failure_of(strategy, comm, lambda: list(iterator))
@@ -142,7 +139,7 @@ def test_a_file_that_is_replaced_or_removed_while_it_is_read(
         on_root(comm, write_wide, path, RECIPES[layout], data)
         dataset = Dataset.from_hdf5(path, "x")
         iterator = iter(divide(strategy, dataset, 8, depth))
-        require_same(mine(strategy, next(iterator)), slice_of(data, strategy, 0, 8))
+        require_same(local(strategy, next(iterator)), slice_of(data, strategy, 0, 8))
         if change == "removed":
             on_root(comm, path.unlink)
         else:
@@ -182,7 +179,7 @@ def test_one_of_many_files_that_is_rewritten_in_place_between_epochs(
     divided = divide(strategy, Dataset.from_hdf5(paths, "x"), 26)
     for step, batch in enumerate(divided):
         expected = slice_of(data.reshape(260, 2048), strategy, step, 26)
-        require_same(mine(strategy, batch), expected)
+        require_same(local(strategy, batch), expected)
     on_root(comm, rewrite, paths[0])
     for _ in range(3):  # each time again
         error = failure_of(strategy, comm, lambda: list(divided))
@@ -226,7 +223,7 @@ def test_a_file_that_rows_are_in_by_a_link_or_as_a_source(
     both = [divide(strategy, Dataset.from_hdf5(path, name), 4) for name in names]
     for divided in both:
         for step, batch in enumerate(divided):
-            require_same(mine(strategy, batch), slice_of(data, strategy, step, 4))
+            require_same(local(strategy, batch), slice_of(data, strategy, step, 4))
     on_root(comm, change_source)
     for name, divided in zip(names, both, strict=True):
         for _ in range(2):
@@ -330,7 +327,7 @@ def test_a_file_that_grows_while_it_is_read(strategy, comm, mpi_tmp_path, layout
     on_root(comm, write_wide, path, grows, data)
     divided = divide(strategy, Dataset.from_hdf5(path, "x"), 8)
     iterator = iter(divided)
-    require_same(mine(strategy, next(iterator)), slice_of(data, strategy, 0, 8))
+    require_same(local(strategy, next(iterator)), slice_of(data, strategy, 0, 8))
     on_root(comm, resize_elsewhere, path, rows)
     step, error = steps_until_error(strategy, comm, iterator, data, 8, first=1)
     if step is not None:

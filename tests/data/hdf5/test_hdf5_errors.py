@@ -1,7 +1,5 @@
 """HDF5 files that are missing, unlike or damaged: an error on all ranks alike."""
 
-from __future__ import annotations
-
 import os
 import re
 import struct
@@ -10,6 +8,7 @@ import zlib
 import h5py
 import numpy as np
 import pytest
+from all_ranks import local, on_root
 from h5py import h5d, h5p, h5s, h5t, h5z
 from hdf5_damage import (
     CHUNK_ROWS,
@@ -21,9 +20,7 @@ from hdf5_damage import (
     divide,
     failure_of,
     info_of,
-    mine,
     numbered,
-    on_root,
     overwrite,
     require_names,
     require_origin,
@@ -232,7 +229,7 @@ def test_a_damaged_chunk_is_an_error_on_all_ranks(strategy, comm, mpi_tmp_path, 
     dataset = damaged(comm, path, kind, data, chunk)
     for depth in [0, 1]:
         iterator = iter(divide(strategy, dataset, batch_size, depth))
-        found = mine(strategy, next(iterator))
+        found = local(strategy, next(iterator))
         require_same(found, slice_of(data, strategy, 0, batch_size))
         for _ in range(2):  # the step is tried again
             error = failure_of(strategy, comm, lambda i=iterator: next(i))
@@ -259,7 +256,7 @@ def test_a_damaged_chunk_does_not_end_the_dataset(strategy, comm, mpi_tmp_path):
     times = status.st_atime_ns, status.st_mtime_ns
     on_root(comm, lambda: os.utime(path, ns=times))
     for step in range(1, 4):
-        found = mine(strategy, next(iterator))
+        found = local(strategy, next(iterator))
         require_same(found, slice_of(data, strategy, step, batch_size))
     assert not iterator.get_next_as_optional().has_value()
 
@@ -315,7 +312,7 @@ def test_a_damaged_chunk_index(strategy, comm, mpi_tmp_path, limits):
     def iterate():
         divided = divide(strategy, Dataset.from_hdf5(path, "x"), 20)
         for step, batch in enumerate(divided):
-            require_same(mine(strategy, batch), slice_of(data, strategy, step, 20))
+            require_same(local(strategy, batch), slice_of(data, strategy, step, 20))
 
     error = failure_of(strategy, comm, iterate)
     require_names(error, path)
@@ -391,7 +388,7 @@ def test_external_storage_that_is_cut(strategy, comm, mpi_tmp_path, name):
 
     def require_rows(allow):
         (batch,) = divided(allow)
-        require_same(mine(strategy, batch), slice_of(data, strategy, 0, 24))
+        require_same(local(strategy, batch), slice_of(data, strategy, 0, 24))
 
     def require_error(message):
         error = failure_of(strategy, comm, lambda: divided(False))

@@ -4,12 +4,11 @@ Bytes of superblocks, object headers, links, heaps and chunk indexes are changed
 random; bytes of rows are not, which a file has no checksum of.
 """
 
-from __future__ import annotations
-
 import h5py
 import numpy as np
 import pytest
-from hdf5_damage import divide, mine, numbered, on_root, require_usable, slice_of
+from all_ranks import local, on_root, require_usable
+from hdf5_damage import divide, numbered, slice_of
 
 from mpidist import DataError, Dataset
 
@@ -102,7 +101,7 @@ def test_damaged_metadata(strategy, comm, mpi_tmp_path, layout, libver):
         try:
             iterator = iter(divide(strategy, Dataset.from_hdf5(path, "g/x"), ROWS))
             batch = next(iterator, None)
-            found = b"" if batch is None else mine(strategy, batch).tobytes()
+            found = b"" if batch is None else local(strategy, batch).tobytes()
         except DataError as caught:
             error = caught
             assert str(path) in str(error)

@@ -1,7 +1,5 @@
 """Any file that h5py reads gives the same rows here: types, filters, layouts."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Rows of HDF5 files of every kind, divided over replicas and over many files."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

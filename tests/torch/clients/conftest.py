@@ -1,7 +1,5 @@
 """Fixtures for tests of what trains over the process group of `mpidist.torch`."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 

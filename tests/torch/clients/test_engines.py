@@ -3,8 +3,6 @@
 One process of PyTorch, which has the rows of all ranks, is the oracle.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 

@@ -1,7 +1,5 @@
 """Accelerate and transformers' Trainer over MPI: one process is the oracle."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

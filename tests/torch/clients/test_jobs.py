@@ -1,7 +1,5 @@
 """Whole jobs: checkpoints between numbers of ranks, and failures of one rank."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("torch")
@@ -60,9 +58,7 @@ dist.destroy_process_group()
 
 def test_a_checkpoint_of_three_ranks_is_read_by_two(mpirun, tmp_path):
     written = mpirun(3, SAVE, str(tmp_path / "checkpoint"))
-    assert written.returncode == 0, written.stderr
     read = mpirun(2, SAVE, str(tmp_path / "checkpoint"))
-    assert read.returncode == 0, read.stderr
     assert "next" in written.stdout
     assert read.stdout == written.stdout
 
@@ -93,8 +89,7 @@ for step in range(3):
 print("not here")
 """
     )
-    done = mpirun(ranks, script)
-    assert done.returncode != 0
+    done = mpirun(ranks, script, fails=True)
     assert "not here" not in done.stdout
     assert message == "." or message in done.stderr
 
@@ -124,8 +119,7 @@ lightning.Trainer(
 ).fit(Model(), torch.utils.data.DataLoader(torch.ones(24, 5), batch_size=2))
 print("not here")
 """
-    done = mpirun(2, script)
-    assert done.returncode != 0
+    done = mpirun(2, script, fails=True)
     assert "not here" not in done.stdout
     assert "rank 1 failed" in done.stderr
 
@@ -150,8 +144,7 @@ threads = threading.active_count()
 print("threads", threads)
 """
     )
-    done = mpirun(2, script)  # ends without destroy_process_group
-    assert done.returncode == 0, done.stderr
+    mpirun(2, script)  # ends without destroy_process_group
 
 
 def test_objects_threads_and_children(mpirun):
@@ -198,5 +191,4 @@ dist.destroy_process_group()
 """
     )
     for ranks in (2, 3):
-        done = mpirun(ranks, script)
-        assert done.returncode == 0, done.stderr
+        mpirun(ranks, script)

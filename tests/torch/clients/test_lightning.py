@@ -1,7 +1,5 @@
 """Lightning's Trainer and Fabric over MPI give the model of one process of PyTorch."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
