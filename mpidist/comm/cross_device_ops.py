@@ -516,7 +516,7 @@ class ReductionToOneDevice(MpiAllReduce):
 
         consensus.root_only("ReductionToOneDevice", combine, self._root)
         if consensus.size > 1:
-            transport = self.collectives.transports.exchange(is_device=False)
+            transport = self.collectives.transports.with_alltoallv(is_device=False)
             assert transport is not None
             transport.broadcast(total, self._root, None)
         return arrays.to_device_like(total, value)

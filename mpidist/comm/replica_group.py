@@ -356,18 +356,6 @@ class ReplicaGroup:
         self.topology.require_open()
         return self.collectives.broadcast(operation, value, root=0)
 
-    def run_collectively(
-        self, call: CallSignature, fn: Callable[[], T], yield_cpu: bool = False
-    ) -> T:
-        """Return `fn()`; its error on one replica is raised on all. Collective.
-
-        `yield_cpu` is for functions of different duration: see `Consensus`.
-        """
-        self.topology.require_open()
-        return self.consensus.run(
-            call.operation, fn, same=lambda _: call, yield_cpu=yield_cpu
-        )
-
     def require_equal(self, operation: str, value: Any) -> None:
         """Raise if the arrays of `value` are not equal on all replicas. Collective.
 

@@ -474,7 +474,7 @@ class Operations:
         """
         counts = [target.nbytes for target in targets] or [0] * self._size
         received = np.empty(sum(counts), np.uint8)
-        transport = self._transports.exchange(is_device=False)
+        transport = self._transports.with_alltoallv(is_device=False)
         assert transport is not None
         is_large = largest * sent.itemsize > transport.most_bytes
         bytes_to = [n * sent.itemsize for n in to]

@@ -402,7 +402,7 @@ def _move(
     size: int,
     deadline: float | None,
 ) -> None:
-    transport = state.transports.exchange(arrays.is_device_array(send))
+    transport = state.transports.with_alltoallv(arrays.is_device_array(send))
     if transport is not None:
         # In pieces if any rank sends or gets more than MPI counts in 32 bits:
         # `size` is the maximum over all ranks, so that all choose the same transport.
@@ -414,7 +414,7 @@ def _move(
         return
     # By way of the host
     host = np.empty(receive.shape, receive.dtype)
-    transport = state.transports.exchange(is_device=False)
+    transport = state.transports.with_alltoallv(is_device=False)
     assert transport is not None
     here, is_large = arrays.to_host(send), size > transport.most_bytes
     state.transports.count(transport.name, receive.nbytes)

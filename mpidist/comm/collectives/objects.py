@@ -113,7 +113,7 @@ def _encode(state: State, value: Any) -> tuple[str, list[Any]]:
 def _broadcast_text(state: State, text: str, root: int) -> str:
     """Return the text of rank `root`. Collective."""
     # MPI itself: the text is in host memory, whatever device the strategy uses.
-    transport = state.transports.exchange(is_device=False)
+    transport = state.transports.with_alltoallv(is_device=False)
     assert transport is not None
     found = np.frombuffer(text.encode(), np.uint8).copy()
     size = np.array([found.size])

@@ -213,7 +213,7 @@ class TransportSelector:
         assert self._gpus is not None
         return arrays.to_device(array, f"GPU:{self._gpus.index}")
 
-    def exchange(self, is_device: bool) -> MpiTransport | None:
+    def with_alltoallv(self, is_device: bool) -> MpiTransport | None:
         """Return a transport with `alltoallv`; None if MPI cannot move GPU arrays."""
         choices = self._device if is_device else self._host
         assert choices is not None
