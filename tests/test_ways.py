@@ -18,7 +18,7 @@ WAYS = {
     "large, again": (15, 40, 1),
     "assign, first": (26, 116, 2),
     "assign, again": (23, 77, 2),
-    "row, first": (25, 140, 1),
+    "row, first": (21, 126, 1),
     "row, again": (6, 19, 0),
     "save, first": (20, 126, 3),
     "save, again": (19, 121, 3),
