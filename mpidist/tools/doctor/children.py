@@ -40,7 +40,7 @@ cleanups = contextlib.ExitStack()
 _socket: Connection[Any, Any] | None = None
 _END_SECONDS = 1.0
 # A check may compute for so many times as long as it may be blocked
-_BUSY_TIMES = 10
+_COMPUTING_TIMES = 10
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
@@ -124,8 +124,9 @@ class Child:
             except EOFError as error:
                 return Failure(str(error))
             except TimeoutError:
-                busy = min(_busy_seconds(self._process.pid), _BUSY_TIMES * seconds)
-                end = self._started + seconds + busy
+                computed, queued = _scheduled(self._process.pid)
+                computed = min(computed, _COMPUTING_TIMES * seconds)
+                end = self._started + seconds + computed + queued
                 if time.monotonic() >= end:
                     return Failure(f"no answer in {seconds:.3g} s{step}")
             else:
@@ -168,16 +169,17 @@ def run_named(calls: Mapping[str, tuple[Any, ...]], seconds: float) -> list[Row]
     return [row for what, result in results for row in as_rows(what, result)]
 
 
-def _busy_seconds(pid: int) -> float:
-    """Return for how long a process has computed, or waited for a processor.
+def _scheduled(pid: int) -> tuple[float, float]:
+    """Return the seconds that a process has computed, and waited for a processor.
 
-    0 where the system does not say.
+    Both are 0 where the system does not say.
     """
     try:
         with open(f"/proc/{pid}/schedstat") as file:
-            return sum(map(int, file.read().split()[:2])) / 1e9
+            computed, queued = file.read().split()[:2]
     except (OSError, ValueError):
-        return 0.0
+        return 0.0, 0.0
+    return int(computed) / 1e9, int(queued) / 1e9
 
 
 def end_with_parent(number: int) -> None:
