@@ -249,11 +249,9 @@ if not commands.is_command():
         in_cross_replica_context,
     )
     from mpidist.monitor.timeline import span
-    from mpidist.data.dataset import (
-        INFINITE_CARDINALITY,
-        UNKNOWN_CARDINALITY,
-        Dataset,
-    )
+    from mpidist.data.dataset import Dataset
+    from mpidist.data.iter_dataset import UNKNOWN_CARDINALITY
+    from mpidist.data.map_dataset import INFINITE_CARDINALITY
     from mpidist.data.distributed.datasets import DistributedDataset, InputContext
     from mpidist.data.distributed.iterator import DistributedIterator
     from mpidist.data.optional import Optional

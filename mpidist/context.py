@@ -17,26 +17,6 @@ if TYPE_CHECKING:
     from mpidist.strategy.replica_context import ReplicaContext
     from mpidist.strategy.strategy import Strategy
 
-__all__ = [
-    "Frame",
-    "Scope",
-    "current",
-    "default_strategy",
-    "enter",
-    "experimental_set_strategy",
-    "explain",
-    "frame_for",
-    "get_replica_context",
-    "get_strategy",
-    "has_strategy",
-    "in_cross_replica_context",
-    "in_replica_function",
-    "in_replica_of",
-    "is_current",
-    "require_cross_replica",
-    "set_default_strategy",
-]
-
 
 class Frame(NamedTuple):
     """One entry of the stack; without a replica context it is cross-replica.

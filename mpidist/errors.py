@@ -30,25 +30,6 @@ lines and the call of mpidist. To see all lines, set MPIDIST_FULL_TRACEBACKS=1.
 
 from __future__ import annotations
 
-__all__ = [
-    "ArgumentError",
-    "ArgumentTypeError",
-    "CheckpointError",
-    "CollectiveError",
-    "ContextError",
-    "DTypeError",
-    "DataError",
-    "DeadlineError",
-    "DivergenceError",
-    "LaunchError",
-    "MismatchError",
-    "MpidistError",
-    "OutOfRangeError",
-    "RankLostError",
-    "RemoteError",
-    "UnsupportedError",
-]
-
 
 class MpidistError(Exception):
     """Base of all exceptions of mpidist.

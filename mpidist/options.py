@@ -11,21 +11,6 @@ from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.util import validation
 from mpidist.util.validation import shown
 
-__all__ = [
-    "AutoShardPolicy",
-    "CommunicationImplementation",
-    "CommunicationOptions",
-    "InputOptions",
-    "InputReplicationMode",
-    "MOST_BUFFERED",
-    "Options",
-    "ReduceOp",
-    "RunOptions",
-    "VariableAggregation",
-    "VariableSynchronization",
-]
-
-
 K = TypeVar("K", bound=enum.Enum)
 
 

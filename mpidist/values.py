@@ -19,20 +19,6 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.util import nest, validation
 
-__all__ = [
-    "ArrayView",
-    "DistributedValues",
-    "Mirrored",
-    "PerReplica",
-    "ValueContext",
-    "local_component",
-    "make_read_only",
-    "regroup",
-    "local_arguments",
-    "select_replica",
-]
-
-
 if TYPE_CHECKING:
     import typing_extensions
 

@@ -8,7 +8,7 @@ import pytest
 from all_ranks import local
 
 import mpidist
-from mpidist.data.sharding import BatchShare
+from mpidist.util.shares import BatchShare
 
 
 def replica_id():

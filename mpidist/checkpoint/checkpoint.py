@@ -25,8 +25,6 @@ from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.strategy.strategy import Strategy
 from mpidist.util import validation
 
-__all__ = ["Checkpoint"]
-
 _COUNTER = "save_counter"
 _SHARD_BYTES = 256 << 20
 

@@ -38,30 +38,6 @@ from mpidist.util.files import (
 from mpidist.util.mounts import lateness
 from mpidist.util.notices import warn
 
-__all__ = [
-    "JOB",
-    "SUFFIX",
-    "Known",
-    "Saved",
-    "find",
-    "find_names",
-    "find_undamaged",
-    "hold",
-    "index_path",
-    "make_directory",
-    "next_serial",
-    "release",
-    "removal",
-    "remove",
-    "remove_checkpoint",
-    "remove_other_shards",
-    "remove_leftovers",
-    "require_name",
-    "shard_names",
-    "warn_skipped",
-]
-
-
 SUFFIX = ".h5"
 # How long a network file system may show a node an old list of a directory
 LOOK_SECONDS = 10.0

@@ -43,35 +43,6 @@ from mpidist.errors import CheckpointError
 from mpidist.hdf5.shard_writer import escape_source
 from mpidist.util.files import open_regular, replace_file
 
-__all__ = [
-    "DamagedError",
-    "FORMAT",
-    "Header",
-    "LARGEST_STRUCTURE_BYTES",
-    "MemoryFile",
-    "MissingError",
-    "Shard",
-    "SparseFile",
-    "Split",
-    "between",
-    "boxes",
-    "checked_read",
-    "damage",
-    "header_crc32",
-    "is_begun",
-    "is_locked",
-    "lay_out",
-    "lock",
-    "open_file",
-    "parse",
-    "read_header",
-    "read_header_bytes",
-    "render",
-    "unwritable",
-    "write_file",
-]
-
-
 FORMAT = 1
 _FIRST = "mpidist checkpoint {}, header of {:012} bytes, crc32 {:08x}\n"
 _PATTERN = re.compile(

@@ -21,8 +21,6 @@ from mpidist.util import logs, validation
 from mpidist.util.representation import one_line
 from mpidist.util.validation import shown
 
-__all__ = ["CheckpointManager", "latest_checkpoint"]
-
 _CALL = "CheckpointManager"
 
 

@@ -15,8 +15,6 @@ import numpy as np
 from mpidist.checkpoint.tree import Path
 from mpidist.device import arrays
 
-__all__ = ["Write", "conflicts", "write_to"]
-
 
 @dataclasses.dataclass(eq=False)
 class Write:

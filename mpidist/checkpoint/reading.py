@@ -47,8 +47,6 @@ from mpidist.checkpoint.tree import (
 from mpidist.hdf5.index import contiguous_offset
 from mpidist.strategy.extended import StrategyExtended
 
-__all__ = ["load", "read_tree"]
-
 _GROUP_KINDS = ("dict", "dict of int", "list", "tuple", "ranks")
 _DEEPEST = DEEPEST + 1  # with the ranks of a state
 _MESSAGE_BYTES = 64 << 20

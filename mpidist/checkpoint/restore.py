@@ -57,9 +57,6 @@ from mpidist.strategy.variables import Variable
 from mpidist.util.representation import one_line
 from mpidist.values import Mirrored, PerReplica
 
-__all__ = ["LoadStatus", "restore"]
-
-
 # Changes an object in place, or returns another one to replace it
 Change = Callable[[], Any]
 

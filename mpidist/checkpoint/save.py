@@ -54,18 +54,6 @@ from mpidist.strategy.strategy import Strategy
 from mpidist.util.files import AtomicFile
 from mpidist.util.mounts import wait_for_file
 
-__all__ = [
-    "Copies",
-    "Planned",
-    "Saver",
-    "Saving",
-    "cut",
-    "finish_all",
-    "require_visible",
-    "shard_count",
-]
-
-
 # Which checkpoint is preserved last, and what is called after a save
 Planned = tuple[tuple[int, float] | None, Callable[[], None] | None]
 # Returns the checkpoint's file, and the objects by name

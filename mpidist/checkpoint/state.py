@@ -51,32 +51,6 @@ from mpidist.strategy.variables import Variable
 from mpidist.util import nest, validation
 from mpidist.values import DistributedValues, Mirrored, PerReplica
 
-__all__ = [
-    "GENERATOR",
-    "OBJECT",
-    "Attributes",
-    "Digests",
-    "WrittenThrough",
-    "checked_state",
-    "derived_state",
-    "describe_nodes",
-    "digests_of",
-    "fresh_generator",
-    "has_attributes",
-    "has_state",
-    "identity",
-    "is_generator",
-    "join_ranks",
-    "memory_of",
-    "nodes_of",
-    "read_state",
-    "require_saveable",
-    "require_strategy",
-    "set_state",
-    "strategy_of",
-    "write_state",
-]
-
 OBJECT, GENERATOR, VARIABLE = "object", "generator", "variable"
 Digests = dict[Path, tuple[bytes, int]]
 

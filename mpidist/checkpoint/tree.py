@@ -43,45 +43,6 @@ from mpidist.errors import (
 from mpidist.util.validation import shown
 from mpidist.values import Mirrored
 
-__all__ = [
-    "ContainerType",
-    "DEEPEST",
-    "FAMILIES",
-    "Group",
-    "Leaf",
-    "Link",
-    "METADATA",
-    "NDARRAY",
-    "Node",
-    "Nodes",
-    "Path",
-    "Piece",
-    "SCALARS",
-    "STORED_AS_TEXT",
-    "TENSOR",
-    "TEXTS",
-    "Tracked",
-    "Typed",
-    "as_name",
-    "children_of",
-    "decode",
-    "encode",
-    "encode_leaf",
-    "escape",
-    "group_of",
-    "is_container",
-    "keep_versions",
-    "leaf_of_array",
-    "leaves",
-    "original_dtype",
-    "readable",
-    "storage",
-    "stored_as",
-    "versions_of",
-    "walk",
-]
-
-
 STORED_AS_TEXT = ("str", "np.str_", "int")  # of int, only large ones
 TEXTS = ("str", "bytes", "np.str_", "np.bytes_")
 SCALARS = ("None", "bool", "int", "float", "complex", *TEXTS, "array scalar")

@@ -15,34 +15,6 @@ from mpidist.device import arrays
 from mpidist.errors import ArgumentError, DTypeError
 from mpidist.options import ReduceOp
 
-__all__ = [
-    "add_in_order",
-    "bound_bytes",
-    "check_product",
-    "check_sum",
-    "combine_in_order",
-    "combine_over",
-    "contiguous",
-    "dtypes_to_add",
-    "finish",
-    "in_blocks",
-    "is_integer_sum",
-    "may_not_fit",
-    "may_overflow",
-    "mean_of",
-    "narrow",
-    "require_fit",
-    "require_reducible",
-    "result_bytes",
-    "rough_product",
-    "rough_product_over",
-    "rough_sum_over",
-    "round_to",
-    "sum_over",
-    "to_add",
-    "wire_dtype",
-]
-
 # Given a number of elements, another array, and a dtype
 Empty = Callable[[int, Any, Any], Any]
 # Numbers that are converted or checked at a time, with memory for so many only

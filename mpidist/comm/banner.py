@@ -15,8 +15,6 @@ from mpidist.util import logs
 from mpidist.util.available_memory import as_text
 from mpidist.util.settings import BANNER
 
-__all__ = ["banner", "show_banner", "show_input"]
-
 _shown: set[str] = set()
 
 

@@ -33,15 +33,6 @@ from mpidist.util import nest, validation
 from mpidist.util.representation import one_line
 from mpidist.values import ArrayView, DistributedValues, Mirrored, PerReplica
 
-__all__ = [
-    "CrossDeviceOps",
-    "HierarchicalCopyAllReduce",
-    "MpiAllReduce",
-    "NcclAllReduce",
-    "ReductionToOneDevice",
-]
-
-
 Pairs = Sequence[tuple[Any, Any]]
 _DEFAULT = CommunicationOptions()
 

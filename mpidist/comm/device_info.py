@@ -26,18 +26,6 @@ from mpidist.util import validation
 from mpidist.util.files import read_regular, replace_file, user_directory
 from mpidist.util.settings import ALLOW_SHARED_GPU, CUDA_AWARE, resolve
 
-__all__ = [
-    "GpuFacts",
-    "GpuRequest",
-    "Support",
-    "ask",
-    "cache_path",
-    "find_facts",
-    "find_support",
-    "why_no_nccl",
-]
-
-
 _CALL = "MirroredStrategy: GPUs"
 
 

@@ -37,17 +37,6 @@ from mpidist.util.available_memory import LINE_BYTES
 from mpidist.util.notices import warn
 from mpidist.util.representation import one_line
 
-__all__ = [
-    "BucketStep",
-    "GradientBuckets",
-    "bucket_bytes_of",
-    "can_be_threaded",
-    "divide",
-    "leaves_by_key",
-    "take_side",
-]
-
-
 Reduce = Callable[[int, Sequence[Any], Sequence[Any], Exception | None], Sequence[Any]]
 
 

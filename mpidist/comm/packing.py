@@ -14,21 +14,6 @@ from mpidist.util import validation
 from mpidist.util.available_memory import LINE_BYTES
 from mpidist.util.validation import shown
 
-__all__ = [
-    "LARGE_BYTES",
-    "Axis",
-    "Kind",
-    "edges",
-    "groups",
-    "kind_of",
-    "normalize_axes",
-    "normalize_axis",
-    "pack",
-    "unpack",
-    "with_length",
-    "without",
-]
-
 # From this size on, ranks agree after they have reserved memory for results whose
 # size they learn late; for less, another round would cost more than it saves
 LARGE_BYTES = 256 << 10

@@ -43,9 +43,6 @@ from mpidist.util.buffers import Field
 from mpidist.util.forks import is_forked
 from mpidist.util.settings import TIMELINE, require_settings
 
-__all__ = ["Channel", "ReplicaGroup"]
-
-
 T = TypeVar("T")
 _COLLECT_AT = 64
 # The number of a communicator and its members: the same on all of its ranks

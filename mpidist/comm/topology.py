@@ -25,8 +25,6 @@ from mpidist.util.available_memory import available_cores
 from mpidist.util.forks import FORKED, is_forked
 from mpidist.util.settings import RANKS_PER_NODE
 
-__all__ = ["Topology", "job_size", "parse_devices"]
-
 # "GPU:0", "/gpu:0", "/device:GPU:0", "/job:worker/replica:0/task:0/device:GPU:0"
 _DEVICE = re.compile(
     r"(?:/(?:(?:job:[^/]+|replica:\d+|task:\d+)/)*)?(?:device:)?"

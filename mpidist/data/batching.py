@@ -21,24 +21,14 @@ from mpidist.data.iter_dataset import (
 )
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.ordering import FullBatches
-from mpidist.data.sharding import WHOLE, BatchShare
-from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
+from mpidist.data.shuffling import ChunkShuffle
 from mpidist.data.sources import Positions
 from mpidist.data.spec import batch_of
 from mpidist.errors import ArgumentError, ArgumentTypeError
+from mpidist.hdf5.chunks import ChunkLayout
 from mpidist.util import nest, validation
+from mpidist.util.shares import WHOLE, BatchShare, largest_share
 from mpidist.util.threads import call_ahead, call_all
-
-__all__ = [
-    "Batch",
-    "Filter",
-    "IterBatch",
-    "IterMap",
-    "Map",
-    "Unbatch",
-    "call_function",
-    "call_mapped",
-]
 
 
 class Map(MapTransformation):
@@ -186,7 +176,7 @@ class Batch(MapTransformation):
 
     def rebatch(self, workers: int) -> MapDataset:
         # Rounded up, as TensorFlow's rebatching does: no rank gets batches of 0 rows.
-        share = sharding.largest_share(self._batch_size, workers)
+        share = largest_share(self._batch_size, workers)
         return Batch(self._parent, share, self._drop_remainder)
 
     def element_spec(self) -> Any:
@@ -354,7 +344,7 @@ class IterBatch(IterTransformation):
         return True
 
     def rebatch(self, workers: int) -> IterDataset:
-        share = sharding.largest_share(self._batch_size, workers)
+        share = largest_share(self._batch_size, workers)
         return IterBatch(self._parent, share, self._drop_remainder)
 
     def iterate(self, epoch: Epoch) -> Iterator[Any]:

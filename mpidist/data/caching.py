@@ -17,28 +17,13 @@ import numpy.typing as npt
 from mpidist.data.elements import is_plain, one_dtype, split, stack
 from mpidist.data.iter_dataset import IterDataset, IterTransformation
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
-from mpidist.data.sharding import BatchShare
-from mpidist.data.shuffling import ChunkLayout
 from mpidist.data.sources import Positions, take_rows
 from mpidist.data.spec import TensorSpec
 from mpidist.errors import ArgumentError, MpidistError
+from mpidist.hdf5.chunks import ChunkLayout
 from mpidist.util import nest
 from mpidist.util.buffers import Buffers, Field, Storage, make_arrays
-
-__all__ = [
-    "CacheBase",
-    "Cache",
-    "ElementCells",
-    "CacheMemory",
-    "RowTable",
-    "IterCache",
-    "copied",
-    "fields_of",
-    "first_epoch",
-    "replace_caches",
-    "row_spec",
-    "why_not_storable",
-]
+from mpidist.util.shares import BatchShare
 
 
 class CachedEpoch:

@@ -16,25 +16,16 @@ from mpidist.data.iter_dataset import (
     MapToIterDataset,
 )
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
-from mpidist.data.sharding import BatchShare
-from mpidist.data.shuffling import ChunkLayout
 from mpidist.data.sources import Positions
 from mpidist.errors import ArgumentError, ArgumentTypeError
+from mpidist.hdf5.chunks import ChunkLayout
 from mpidist.util import nest, validation
 from mpidist.util.hashing import hash62
+from mpidist.util.shares import BatchShare
 from mpidist.util.threads import read_ahead
 
 if TYPE_CHECKING:
     from mpidist.data.dataset import Dataset
-
-__all__ = [
-    "Enumerate",
-    "Interleave",
-    "IterEnumerate",
-    "IterZip",
-    "Zip",
-    "epoch_of_component",
-]
 
 
 class Zip(MapDataset):

@@ -24,8 +24,6 @@ from mpidist.errors import MpidistError
 from mpidist.util import logs
 from mpidist.util.hashing import hash62
 
-__all__ = ["describe_contents", "held_arrays"]
-
 # Checksums of so many bytes take about a second
 _WHOLE_BYTES = 2 << 30
 _SAMPLED_ROWS, _SAMPLED_BYTES = 4096, 16 << 20

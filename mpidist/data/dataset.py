@@ -39,20 +39,6 @@ from mpidist.util.threads import count_threads
 from mpidist.util.tracebacks import fold
 from mpidist.values import DistributedValues
 
-__all__ = [
-    "INFINITE_CARDINALITY",
-    "UNKNOWN_CARDINALITY",
-    "Dataset",
-    "DatasetLike",
-    "as_dataset",
-    "check_name",
-    "require_end",
-    "require_length",
-    "rows_are_known",
-    "summarize",
-]
-
-
 _LARGEST_SEED = 1 << 256
 _CYCLE_LENGTH = 8
 

@@ -21,21 +21,6 @@ from mpidist.errors import ArgumentError, DataError
 from mpidist.util import nest, validation
 from mpidist.util.notices import warn
 
-__all__ = [
-    "as_element",
-    "concatenate",
-    "dtype_text",
-    "from_lists",
-    "is_plain",
-    "merge",
-    "one_dtype",
-    "owned",
-    "plain_array",
-    "split",
-    "stack",
-    "take_element",
-]
-
 # Others add something that an array lacks: a mask, units, another `*`
 _LOSSLESS = (np.ndarray, np.memmap, np.recarray)
 _NUMBERS = {bool, int, float, np.bool_, np.int64, np.int32, np.float64, np.float32}

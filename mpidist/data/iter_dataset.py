@@ -21,15 +21,6 @@ from mpidist.util import nest, validation
 from mpidist.util.threads import call_ahead
 from mpidist.values import DistributedValues
 
-__all__ = [
-    "UNKNOWN_CARDINALITY",
-    "GeneratorDataset",
-    "MapToIterDataset",
-    "IterTransformation",
-    "IterDataset",
-    "count_rows",
-]
-
 UNKNOWN_CARDINALITY = -2
 _END = object()
 

@@ -21,22 +21,6 @@ from mpidist.util.representation import one_line
 from mpidist.util.threads import read_ahead
 from mpidist.util.tracebacks import fold
 
-__all__ = [
-    "DatasetIterator",
-    "EpochCounter",
-    "Origin",
-    "concatenate",
-    "is_sharded",
-    "make_state",
-    "read_state",
-    "to_iter_dataset",
-    "transform",
-    "unbatch",
-    "warn_undistributed",
-    "zip_together",
-]
-
-
 _VERSION = 1
 _SHOWN = 400
 # Of datasets that OFF lets each replica read whole.

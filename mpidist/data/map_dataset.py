@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpidist.data.elements import plain_array, split
-from mpidist.data.sharding import BatchShare
-from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
+from mpidist.data.shuffling import ChunkShuffle
 from mpidist.data.sources import (
     BufferedSource,
     ChunkedSource,
@@ -29,18 +28,9 @@ from mpidist.data.sources import (
 )
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError
+from mpidist.hdf5.chunks import ChunkLayout
 from mpidist.util import nest
-
-__all__ = [
-    "INFINITE_CARDINALITY",
-    "Epoch",
-    "MapDataset",
-    "OpenSources",
-    "SourceMapDataset",
-    "MapTransformation",
-    "walk",
-]
-
+from mpidist.util.shares import BatchShare
 
 INFINITE_CARDINALITY = -1
 

@@ -12,8 +12,6 @@ from mpidist.util import nest, validation
 if TYPE_CHECKING:
     from mpidist.data.distributed.iterator import DistributedIterator
 
-__all__ = ["Optional"]
-
 
 class Optional:
     """A batch or none, returned by `DistributedIterator.get_next_as_optional`.

@@ -21,27 +21,13 @@ from mpidist.data.iter_dataset import (
     IterTransformation,
 )
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
-from mpidist.data.sharding import BatchShare
-from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
+from mpidist.data.shuffling import ChunkShuffle
 from mpidist.data.sources import Positions
 from mpidist.data.spec import require_like, spec_of
 from mpidist.errors import ArgumentError, DataError
+from mpidist.hdf5.chunks import ChunkLayout
 from mpidist.util import nest
-
-__all__ = [
-    "Concatenate",
-    "FullBatches",
-    "IterConcatenate",
-    "IterRepeat",
-    "IterShard",
-    "IterShuffle",
-    "IterWindow",
-    "Repeat",
-    "Shard",
-    "Shuffle",
-    "Window",
-    "epoch_of_repetition",
-]
+from mpidist.util.shares import BatchShare
 
 # Distance of the first epoch numbers of successive endless repetitions
 _ENDLESS = 1 << 40

@@ -12,19 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist.errors import ArgumentError
-from mpidist.util.shares import WHOLE, BatchShare, even_sizes, largest_share
-
-__all__ = [
-    "WHOLE",
-    "BatchShare",
-    "Indices",
-    "Permutation",
-    "batch_count",
-    "even_sizes",
-    "largest_share",
-    "mix_seed",
-    "to_word",
-]
 
 Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]

@@ -21,8 +21,6 @@ import numpy as np
 from mpidist.data.sharding import Indices, Permutation, mix_seed
 from mpidist.hdf5.chunks import ChunkLayout
 
-__all__ = ["STRIPE_ROWS", "ChunkShuffle", "ChunkLayout"]
-
 STRIPE_ROWS = range(16, 33)
 
 

@@ -10,26 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist.data.elements import from_lists, plain_array
-from mpidist.data.shuffling import ChunkLayout
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
+from mpidist.hdf5.chunks import ChunkLayout
 from mpidist.util import nest, validation
 from mpidist.util.buffers import Buffers
 from mpidist.values import PerReplica
-
-__all__ = [
-    "ArrayRows",
-    "ChunkedSource",
-    "BufferedSource",
-    "FileSource",
-    "IndexedSource",
-    "Positions",
-    "RangeRows",
-    "RowSource",
-    "has_chunks",
-    "take_rows",
-]
-
 
 Positions = npt.NDArray[np.int64]
 

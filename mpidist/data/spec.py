@@ -10,8 +10,6 @@ import numpy as np
 from mpidist.errors import ArgumentTypeError
 from mpidist.util import nest, validation
 
-__all__ = ["TensorSpec", "batch_of", "require_like", "spec_of"]
-
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:

@@ -18,30 +18,6 @@ from mpidist.errors import ArgumentTypeError, DTypeError
 from mpidist.util import validation
 from mpidist.values import ArrayView, DistributedValues, local_component
 
-__all__ = [
-    "accumulator_dtype",
-    "checksum",
-    "current_gpu",
-    "fits_device",
-    "is_float16",
-    "is_jax_array",
-    "is_floating",
-    "is_lazy",
-    "like",
-    "like_foreign",
-    "mean_dtype",
-    "namespace",
-    "require_range",
-    "summable",
-    "synchronize",
-    "to_array",
-    "to_device",
-    "to_device_like",
-    "to_host",
-    "to_tensor",
-    "value_bytes",
-]
-
 _PYTHON_NUMBERS = (bool, int, float, complex)
 _NUMERIC_KINDS = "iufc"
 _FETCHED_BYTES = 16 << 20  # copied from a GPU at a time

@@ -11,20 +11,6 @@ from typing import NamedTuple
 
 from mpidist.errors import LaunchError
 
-__all__ = [
-    "GpuIdentity",
-    "cuda_versions",
-    "cupy_version",
-    "current_gpu",
-    "gpu_count",
-    "identify_gpu",
-    "nccl_version",
-    "on_gpu",
-    "require_own_gpus",
-    "shared_gpus",
-    "use_gpu",
-]
-
 
 class GpuIdentity(NamedTuple):
     """Identifies one GPU among those of all nodes.

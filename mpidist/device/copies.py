@@ -15,9 +15,6 @@ from mpidist.device.memory import Pinned
 from mpidist.device.streams import record
 from mpidist.util.available_memory import round_up
 
-__all__ = ["HostCopies", "SmallCopies"]
-
-
 # Double buffering: the host works on one buffer while the other one is copied
 _BUFFERS = 2
 

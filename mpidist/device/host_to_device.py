@@ -33,8 +33,6 @@ from mpidist.util import nest
 from mpidist.util.available_memory import round_up
 from mpidist.util.buffers import Allocate
 
-__all__ = ["Upload", "Uploads", "page_locked", "take"]
-
 _ALIGNMENT_BYTES = 256  # as cudaMalloc's
 # Launching one more copy costs about as much as packing this many bytes
 _LEAST_BYTES = 128 << 10

@@ -13,8 +13,6 @@ import numpy as np
 from mpidist.device.arrays import current_gpu
 from mpidist.device.memory import Staged
 
-__all__ = ["OPTIONS", "Packer", "add_parts", "can_add", "load", "source"]
-
 # The compiler's options
 OPTIONS = ("-std=c++17",)
 

@@ -12,8 +12,6 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ERROR_MEMORY_ALLOCATION", "DeviceBuffer", "Pinned", "Staged", "is_plain"]
-
 ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation; CuPy has no Python name for it
 
 _SMALLEST_BYTES = 4096

@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DeviceArray", "Outcome", "library_path", "run", "use_gpu"]
-
 _SECONDS = 60
 _CRASH = "it ended by"
 _DONE = "mpidist: MPI took addresses of GPU memory"

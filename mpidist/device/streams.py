@@ -14,18 +14,6 @@ from mpidist.device import arrays
 from mpidist.device.binding import on_gpu
 from mpidist.device.memory import ERROR_MEMORY_ALLOCATION
 
-__all__ = [
-    "CopyStream",
-    "Event",
-    "Order",
-    "Part",
-    "WorkerStream",
-    "assign",
-    "copy_stream",
-    "external_stream",
-    "record",
-]
-
 
 def record(stream: Any = None) -> Any:
     """Record an event after the work queued on `stream`, by default the current one."""

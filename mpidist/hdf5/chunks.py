@@ -20,21 +20,6 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "ChunkLayout",
-    "ChunkTable",
-    "Filter",
-    "UNWRITTEN",
-    "can_decode",
-    "decode",
-    "filter_name",
-    "filter_names",
-    "filters_of",
-    "skips_user_block",
-    "table_of",
-]
-
-
 Bytes = npt.NDArray[np.uint8]
 Filter = tuple[int, tuple[int, ...]]  # HDF5's filter code, parameters
 

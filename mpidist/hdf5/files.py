@@ -37,16 +37,6 @@ from mpidist.util.buffers import Buffers
 from mpidist.util.files import open_regular
 from mpidist.util.mounts import is_local, lateness, wait_for_file
 
-__all__ = [
-    "Map",
-    "OpenFiles",
-    "RawFile",
-    "check_names",
-    "list_files",
-    "pieces_of",
-]
-
-
 Bytes = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.int64]
 Spans = npt.NDArray[np.int64]  # `(2, spans)`

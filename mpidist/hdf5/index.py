@@ -33,18 +33,6 @@ from mpidist.hdf5.linked_files import (
 )
 from mpidist.util.files import open_regular
 
-__all__ = [
-    "DatasetIndex",
-    "FileIndex",
-    "FileState",
-    "ReadMethod",
-    "choose_datasets",
-    "contiguous_offset",
-    "index_file",
-    "kind_of",
-    "state_of",
-]
-
 Offsets = npt.NDArray[np.int64]
 
 _HEAD_BYTES = 4096

@@ -23,8 +23,6 @@ from h5py import h5g, h5l, h5o, h5s
 
 from mpidist.util.files import require_regular
 
-__all__ = ["check_sources", "find_linked", "find_storage", "open_hdf5"]
-
 _LINKS = "HDF5_EXT_PREFIX"
 _SOURCES = "HDF5_VDS_PREFIX"
 _STORAGE = "HDF5_EXTFILE_PREFIX"

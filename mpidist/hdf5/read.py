@@ -30,19 +30,6 @@ from mpidist.util.available_memory import available_cores
 from mpidist.util.buffers import Buffers
 from mpidist.util.threads import share_calls
 
-__all__ = [
-    "KEPT_BYTES",
-    "BlockCache",
-    "FileMap",
-    "FileRows",
-    "Hdf5Rows",
-    "block_rows",
-    "pick_rows",
-    "read_bytes",
-    "read_by_h5py",
-    "read_chunks",
-]
-
 Rows = npt.NDArray[np.int64]
 T = TypeVar("T")
 Key = tuple[int, ...]

@@ -28,23 +28,6 @@ from mpidist.errors import (
 from mpidist.util import validation
 from mpidist.util.files import AtomicHdf5File
 
-__all__ = [
-    "BLOCK_BYTES",
-    "FieldSpec",
-    "LARGEST_CHUNK_BYTES",
-    "ShardWriter",
-    "StorageOptions",
-    "clean_name",
-    "common_fields",
-    "escape_source",
-    "fields_of",
-    "require_same_fields",
-    "require_storable",
-    "to_arrays",
-    "write_vds",
-]
-
-
 BLOCK_BYTES = 1 << 20
 LARGEST_CHUNK_BYTES = (1 << 32) - 1  # HDF5's limit
 

@@ -27,8 +27,6 @@ from mpidist.util import validation
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "has_collective", "is_traced"]
-
 
 class _Call(NamedTuple):
     """A collective inside a computation.

@@ -9,8 +9,6 @@ import jax
 from jax._src import xla_bridge
 from jax._src.core import trace_state_clean
 
-__all__ = ["CALLBACK_LOGGER", "dispatch_synchronously", "is_tracing"]
-
 # Where JAX logs the errors of callbacks, which it raises as well
 CALLBACK_LOGGER = logging.getLogger("jax._src.callback")
 _is_idle: Callable[[], bool] = trace_state_clean

@@ -18,8 +18,6 @@ from mpidist.util import validation
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
 
-__all__ = ["grad", "mean_over_rows", "value_and_grad"]
-
 
 def value_and_grad(
     fun: Callable[..., Any],

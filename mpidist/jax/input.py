@@ -14,8 +14,6 @@ from mpidist.device import arrays
 from mpidist.errors import ArgumentTypeError
 from mpidist.util import nest
 
-__all__ = ["JaxDataset", "JaxIterator", "as_jax"]
-
 
 def as_jax(dataset: Any) -> JaxDataset:
     """Return a distributed dataset whose batches are this replica's rows in JAX arrays.

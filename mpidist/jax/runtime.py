@@ -34,14 +34,6 @@ from mpidist.util.frames import ThreadFrames
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
 
-__all__ = [
-    "call_host",
-    "checked",
-    "find_strategy",
-    "jit",
-    "require_dispatch",
-]
-
 T = TypeVar("T")
 _JAX_FOLDER = str(Path(jax.__file__).parent)
 skip_folder(_JAX_FOLDER)

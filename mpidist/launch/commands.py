@@ -11,8 +11,6 @@ import re
 import sys
 from pathlib import Path
 
-__all__ = ["is_command"]
-
 
 def is_command() -> bool:
     """Return whether this process is a command, not a user's program.

@@ -20,26 +20,6 @@ from mpidist.errors import LaunchError
 from mpidist.util.cpython import is_starting_worker
 from mpidist.util.settings import ALLOW_SINGLETON, decimal
 
-__all__ = [
-    "HYDRA",
-    "LAUNCHERS",
-    "NO_MPI",
-    "SCHEDULERS",
-    "Launcher",
-    "check_launch",
-    "check_mpirun",
-    "check_pmix",
-    "environ_of_another_job",
-    "find_launcher",
-    "find_local_rank",
-    "is_elastic",
-    "is_of_mpirun",
-    "is_silent",
-    "leave_job",
-    "protocol_of",
-    "run_program",
-]
-
 
 class Launcher(NamedTuple):
     """The variables that a launcher sets for each process."""

@@ -23,8 +23,6 @@ from mpidist.launch import launchers
 from mpidist.util import logs
 from mpidist.util.settings import BIND_GPU, hang_seconds
 
-__all__ = ["abort_while_importing", "choose_early", "is_alarm_free"]
-
 _START_SECONDS = 300.0
 # After an abort, launchers may drop output that they have not forwarded yet
 _REPORT_SECONDS = 0.3

@@ -23,16 +23,6 @@ from mpidist.util import logs, validation
 from mpidist.util.representation import one_line
 from mpidist.util.settings import decimal
 
-__all__ = [
-    "ClusterSpec",
-    "SlurmClusterResolver",
-    "TimeLimit",
-    "below_srun",
-    "expand_hosts",
-    "expand_tasks",
-    "time_limit",
-]
-
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _SRUN = LAUNCHERS["srun"]
 _RANGE = r"[0-9]{1,18}(?:-[0-9]{1,18})?"

@@ -27,8 +27,6 @@ from mpidist.launch.launchers import (
 from mpidist.util.available_memory import available_cores, physical_core
 from mpidist.util.settings import PREFIX, decimal
 
-__all__ = ["Library", "Request", "find_library", "program", "start_command"]
-
 _SECONDS = 60
 _ASK = """
 import json, re, sys

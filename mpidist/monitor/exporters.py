@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from mpidist.comm.replica_group import ReplicaGroup
 
-__all__ = ["ScalarWriter"]
-
 _OPEN = "ScalarWriter"
 _LABELS = "name", "job"
 _LEAST_SECONDS = 1.0  # between two versions of the file

@@ -18,8 +18,6 @@ from mpidist.util.counters import Counters
 from mpidist.util.representation import one_line
 from mpidist.values import PerReplica, select_replica
 
-__all__ = ["Progress", "progress"]
-
 T = TypeVar("T")
 _LINE_SECONDS = 60.0
 _BAR_SECONDS = 0.5

@@ -20,16 +20,6 @@ from mpidist.errors import DataError
 from mpidist.monitor.statistics import advice, as_text, work_seconds
 from mpidist.monitor.traces import RankTrace, read_statuses, read_traces
 
-__all__ = [
-    "PARTS",
-    "describe",
-    "page",
-    "scaling",
-    "slowest_rank",
-    "state",
-    "step_parts",
-]
-
 PARTS = ("compute", "input", "transfer", "waiting", "checkpoint")
 _BINS = 30
 _MOST_ROWS = 32

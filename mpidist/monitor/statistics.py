@@ -41,17 +41,6 @@ if TYPE_CHECKING:
     from mpidist.comm.replica_group import ReplicaGroup
     from mpidist.util.counters import Counters
 
-__all__ = [
-    "PARTS",
-    "advice",
-    "as_text",
-    "report",
-    "report_at_end",
-    "slowest",
-    "statistics",
-    "work_seconds",
-]
-
 PARTS = ("compute", "communication", "input", "checkpoint")
 # A rank is named if the others wait for it this many times the average
 _TIMES_MEAN = 1.5

@@ -40,17 +40,6 @@ from mpidist.util.files import replace_file
 from mpidist.util.notices import warn
 from mpidist.util.representation import one_line
 
-__all__ = [
-    "Timeline",
-    "compare_clocks",
-    "end",
-    "finish",
-    "span",
-    "start_by_environment",
-    "stride_at",
-    "timeline",
-]
-
 _CALL = "Strategy.timeline"
 _FLUSH_SECONDS = 0.5
 # Size limits of the files of all ranks together, and of one rank

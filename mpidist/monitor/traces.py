@@ -26,21 +26,6 @@ from mpidist.util.files import open_regular, read_regular, replace_file
 from mpidist.util.schemas import COUNT, INTEGER, SECONDS, SIGNED, Number, conform
 from mpidist.util.settings import decimal
 
-__all__ = [
-    "ClockSample",
-    "RankTrace",
-    "Step",
-    "TraceFile",
-    "drift_ppm",
-    "error_ns",
-    "merge",
-    "offset_at",
-    "read_statuses",
-    "read_traces",
-    "status_path",
-    "trace_path",
-]
-
 _LEVEL = 1  # of compression: half the time of level 2, a tenth more bytes
 _PARTS = ("input", "communication", "waiting", "checkpoint")
 _STEPS_THREAD = 0  # steps have their own row

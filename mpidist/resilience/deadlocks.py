@@ -35,8 +35,6 @@ from mpidist.comm.consensus.thread_order import (
 from mpidist.util.frames import ThreadFrames
 from mpidist.util.hashing import hash62
 
-__all__ = ["DeadlockDetector"]
-
 # A rank asks after so long a wait, and again after this part of what it has waited
 _FIRST_SECONDS = 1.0
 _AGAIN_PART = 8

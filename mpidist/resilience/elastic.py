@@ -20,8 +20,6 @@ from mpidist.strategy.strategy import Strategy
 from mpidist.util import logs, validation
 from mpidist.util.settings import hang_seconds
 
-__all__ = ["run_elastic"]
-
 T = TypeVar("T")
 
 

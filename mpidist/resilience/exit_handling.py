@@ -38,8 +38,6 @@ from mpidist.util.forks import is_forked
 from mpidist.util.settings import hang_seconds
 from mpidist.util.tracebacks import fold
 
-__all__ = ["abort_on_exception", "leave_together"]
-
 # How long a rank waits for the origin rank to report its error, and at most while
 # another rank of its node is reporting. The job usually ends before
 _GRACE_SECONDS = 10.0

@@ -24,8 +24,6 @@ from mpidist.errors import DataError
 from mpidist.util.files import read_regular
 from mpidist.util.schemas import COUNT, INTEGER, SECONDS, Number, conform
 
-__all__ = ["Flight", "compare", "read_flights"]
-
 _SUFFIX = ".jsonl"
 _HEADER = {
     "channel": COUNT,

@@ -26,8 +26,6 @@ from mpidist.util import logs, validation
 from mpidist.util.durations import duration
 from mpidist.util.representation import one_line
 
-__all__ = ["PreemptionCheckpointHandler", "RESTART_EXIT_CODE", "TerminationConfig"]
-
 T = TypeVar("T")
 # With this exit code a job asks to be requeued; the scripts in jobs/ know it
 RESTART_EXIT_CODE = 99

@@ -30,8 +30,6 @@ from mpidist.util import logs
 from mpidist.util.notices import warn
 from mpidist.util.settings import HANG_SECONDS, hang_seconds
 
-__all__ = ["Watch", "abort_job", "end_job", "start_watch"]
-
 _LOOK_SECONDS = 1.0
 _LOOK_FOR_DEAD_SECONDS = 0.02
 # A rank is slow if others wait for it this long, and this many times their own work

@@ -13,8 +13,6 @@ from mpidist.util import validation
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
 
-__all__ = ["ConfusionMatrix"]
-
 
 class ConfusionMatrix(CountStatistic):
     """Counts of pairs of classes: rows are labels, columns are predictions.

@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ExactSums", "exact_parts", "exact_squares", "ratio"]
-
 # A block should fit in the cache, but each block costs a microsecond per column
 _BLOCK_ITEMS, _BLOCK_ROWS = 1 << 16, 128
 _LIMB_BITS = 32

@@ -14,8 +14,6 @@ from mpidist.util import validation
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
 
-__all__ = ["Histogram", "HistogramResult"]
-
 
 class HistogramResult(NamedTuple):
     """The result of `Histogram.result`.

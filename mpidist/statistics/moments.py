@@ -26,8 +26,6 @@ from mpidist.values import select_replica
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
 
-__all__ = ["Description", "Moments", "describe"]
-
 _NAN, _ABOVE, _BELOW = range(3)  # numbers that are not finite
 
 

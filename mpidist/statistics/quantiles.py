@@ -23,8 +23,6 @@ from mpidist.util import validation
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
 
-__all__ = ["Quantiles"]
-
 # Counts of numbers without logarithm: -inf, 0, inf, nan
 _BELOW, _ZERO, _ABOVE, _NAN = range(4)
 # Smaller magnitudes count as 0, larger ones as infinite

@@ -22,8 +22,6 @@ from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, Misma
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
 
-__all__ = ["CountStatistic", "Statistic", "host_rows"]
-
 Own = TypeVar("Own", bound="Statistic")
 
 

@@ -16,17 +16,6 @@ from mpidist.errors import ArgumentError, DTypeError
 from mpidist.util import validation
 from mpidist.values import IndexedSlices
 
-__all__ = [
-    "batch_indices",
-    "convert",
-    "flatten",
-    "initial",
-    "put",
-    "row_indices",
-    "share",
-    "take",
-]
-
 
 def convert(value: Any, local: Any, name: str) -> Any:
     """Return a value as an array of the dtype of `local`, on its device.

@@ -40,9 +40,6 @@ from mpidist.values import (
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
 
-__all__ = ["MultiStepContext", "StrategyExtended"]
-
-
 Arguments = tuple[Any, ...] | list[Any]
 
 

@@ -38,8 +38,6 @@ from mpidist.util.files import (
 from mpidist.util.mounts import wait_for_file
 from mpidist.util.representation import one_line
 
-__all__ = ["Hdf5Writer"]
-
 T = TypeVar("T")
 _OPEN = "Hdf5Writer"
 _CLOSE = "Hdf5Writer.close"

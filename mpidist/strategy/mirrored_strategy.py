@@ -21,8 +21,6 @@ from mpidist.strategy.replica_context import DefaultReplicaContext
 from mpidist.strategy.v1 import StrategyExtendedV1, StrategyV1
 from mpidist.util.representation import html_table
 
-__all__ = ["MirroredStrategy"]
-
 
 class MirroredStrategy(StrategyV1):
     """Synchronous data parallelism: one replica per rank, variables equal on all.

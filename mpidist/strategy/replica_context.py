@@ -15,8 +15,6 @@ from mpidist.util.tracebacks import fold
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
 
-__all__ = ["DefaultReplicaContext", "ReplicaContext"]
-
 T = TypeVar("T")
 
 

@@ -36,9 +36,6 @@ from mpidist.values import (
 if TYPE_CHECKING:
     from mpidist.statistics.moments import Description
 
-__all__ = ["Strategy"]
-
-
 T = TypeVar("T")
 _Op = ReduceOp | str
 

@@ -26,8 +26,6 @@ from mpidist.util import nest, validation
 from mpidist.util.representation import one_line
 from mpidist.util.tracebacks import fold
 
-__all__ = ["InputIterator", "StrategyExtendedV1", "StrategyV1"]
-
 M = TypeVar("M", bound=Mapping[str, Any])
 
 

@@ -57,9 +57,6 @@ from mpidist.values import (
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
 
-__all__ = ["Variable"]
-
-
 _NONE, _SUM, _MEAN, _FIRST = (
     VariableAggregation.NONE,
     VariableAggregation.SUM,

@@ -18,8 +18,6 @@ from typing import Any
 from mpidist.errors import ArgumentError, DataError, LaunchError
 from mpidist.util.representation import printable
 
-__all__ = ["main", "make_parser"]
-
 _LARGEST = (1 << 63) - 1  # of the integers in arrays
 _MOST_RANKS = 1 << 17  # of a plan: each takes some 50 us
 _COMPLETION = """

@@ -13,8 +13,6 @@ from mpidist.errors import LaunchError
 from mpidist.util.representation import printable
 from mpidist.util.settings import SETTINGS, TRANSPORTS, Setting, resolve, unknown_names
 
-__all__ = ["Row", "as_text", "assignment", "make_rows", "manual_page"]
-
 
 class Row(NamedTuple):
     """One setting.

@@ -24,7 +24,6 @@ from mpidist.data.batching import Batch
 from mpidist.data.dataset import Dataset
 from mpidist.data.distributed.reader import divide, is_global, steps_per_read
 from mpidist.data.map_dataset import Epoch, SourceMapDataset
-from mpidist.data.sharding import WHOLE, BatchShare, even_sizes
 from mpidist.data.shuffling import STRIPE_ROWS, ChunkShuffle
 from mpidist.hdf5 import read as hdf5_rows
 from mpidist.hdf5.chunks import filter_name
@@ -34,8 +33,7 @@ from mpidist.hdf5.read import BlockCache, Hdf5Rows, block_rows
 from mpidist.options import AutoShardPolicy
 from mpidist.util.available_memory import as_text
 from mpidist.util.representation import counted
-
-__all__ = ["Plan", "Request", "make_plan", "to_json", "to_text"]
+from mpidist.util.shares import WHOLE, BatchShare, even_sizes
 
 Rows = npt.NDArray[np.int64]
 _EPOCH = Epoch()  # the first epoch, which has as many rows as any

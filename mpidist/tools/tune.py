@@ -26,8 +26,6 @@ from mpidist.device import arrays
 from mpidist.strategy.mirrored_strategy import MirroredStrategy
 from mpidist.util.available_memory import as_text
 
-__all__ = ["Timing", "choose_rows", "describe", "tune"]
-
 # Smaller gains do not change the table
 _LEAST_GAIN = 0.03
 _LOOP_SECONDS = 2e-3

@@ -15,8 +15,6 @@ from mpidist.torch import devices
 from mpidist.torch.compat import BatchNorm, keep_untraced
 from mpidist.util import validation
 
-__all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "find_strategy"]
-
 _CALL = "SyncBatchNorm"
 _CONVERTED = (
     torch.nn.BatchNorm1d,

@@ -19,32 +19,6 @@ import torch.distributed as dist
 
 from mpidist.errors import UnsupportedError
 
-__all__ = [
-    "DEFAULT_TIMEOUT",
-    "BatchNorm",
-    "all_gather_single",
-    "are_transforms_active",
-    "backends_of_gpus",
-    "current_task",
-    "factor_of",
-    "find_device",
-    "has_group",
-    "ignored_names",
-    "is_mean_of_present",
-    "finish_all",
-    "is_of_reducer",
-    "keep_untraced",
-    "may_wait",
-    "name_of",
-    "prepare_backward",
-    "publish",
-    "queue_callback",
-    "register",
-    "seconds_of",
-    "tables_of",
-    "withdraw",
-]
-
 # Of autograd: the number of this thread's backward pass, or -1; what runs at its end
 current_task: Callable[[], int] = torch._C._current_graph_task_id
 queue_callback: Callable[[Callable[[], None]], None] = (

@@ -16,8 +16,6 @@ from mpidist.errors import ArgumentTypeError, DataError
 from mpidist.torch.weights import note_batch
 from mpidist.util import nest, validation
 
-__all__ = ["TensorDataset", "TensorIterator", "as_tensors", "from_dataset"]
-
 
 class TensorIterator(ConvertedIterator):
     """Batches of this replica as tensors; an iterator of a `TensorDataset`."""

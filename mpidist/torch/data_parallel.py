@@ -27,8 +27,6 @@ from mpidist.torch.batch_norm import find_strategy
 from mpidist.torch.process_group import group_of
 from mpidist.util import logs, nest, validation
 
-__all__ = ["DistributedDataParallel"]
-
 CALL = "DistributedDataParallel"
 _OF_TORCH = frozenset(
     inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters

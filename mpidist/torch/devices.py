@@ -14,13 +14,6 @@ from mpidist.device.streams import external_stream
 from mpidist.errors import ContextError
 from mpidist.torch.weights import tensors_in
 
-__all__ = [
-    "after_stream",
-    "as_trainer",
-    "device_name",
-    "on_stream_of",
-]
-
 
 def on_stream_of(tensor: Any) -> contextlib.AbstractContextManager[Any]:
     """Make PyTorch's current stream CuPy's in a block, if a tensor is on a GPU.

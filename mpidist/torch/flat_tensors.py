@@ -21,8 +21,6 @@ from mpidist.options import ReduceOp
 from mpidist.torch import compat
 from mpidist.util.serialization import dtype_of
 
-__all__ = ["FlatTensor", "Reduction", "concatenate"]
-
 _REDUCE_OPS = {
     "SUM": ReduceOp.SUM,
     "PREMUL_SUM": ReduceOp.SUM,

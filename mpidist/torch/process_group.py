@@ -39,8 +39,6 @@ from mpidist.torch.flat_tensors import FlatTensor, Reduction, concatenate
 from mpidist.torch.shared_buckets import SharedBuckets
 from mpidist.torch.works import Executor, Message, Work
 
-__all__ = ["Operations", "group_of", "init_process_group", "register"]
-
 _BACKEND = "mpidist"
 # Larger arrays are reduced where they lie; smaller ones travel with the comparison
 _IN_PLACE_BYTES = 128 << 10

@@ -18,8 +18,6 @@ from mpidist.errors import ArgumentError
 from mpidist.torch.flat_tensors import FlatTensor
 from mpidist.util.buffers import Field
 
-__all__ = ["Bucket", "SharedBuckets"]
-
 # Of all buckets of a group, on each rank; further ones are reduced as all tensors
 _MOST_BYTES = 1 << 30
 _MOST_BUCKETS = 1000

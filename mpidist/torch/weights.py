@@ -22,17 +22,6 @@ from mpidist.errors import ArgumentError, MismatchError
 from mpidist.torch import compat
 from mpidist.util.hashing import hash62
 
-__all__ = [
-    "ENDED",
-    "Pass",
-    "Weighed",
-    "batch_rows",
-    "exchange_rows",
-    "note_batch",
-    "replace_tensors",
-    "tensors_in",
-]
-
 # In place of rows, in what ranks exchange; Python's hashes of -1 and -2 are the same
 _UNSTATED, ENDED = -1.0, -3.0
 _CALL = "the backward pass of DistributedDataParallel"

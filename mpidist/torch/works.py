@@ -25,8 +25,6 @@ from mpidist.comm.consensus.signatures import user_frame
 from mpidist.comm.consensus.waiting import Departures, abandon
 from mpidist.errors import ContextError, DeadlineError, MismatchError
 
-__all__ = ["Executor", "Message", "Work"]
-
 _SPIN_SECONDS, _PAUSE_SECONDS = 1e-4, 1e-3
 
 

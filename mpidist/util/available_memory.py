@@ -15,16 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "LINE_BYTES",
-    "as_text",
-    "available_cores",
-    "free_bytes",
-    "give_back",
-    "physical_core",
-    "round_up",
-]
-
 # Of a cache line. Arrays in one memory begin at lines of their own, so that writers do
 # not share lines
 LINE_BYTES = 64

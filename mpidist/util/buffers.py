@@ -16,9 +16,6 @@ import numpy.typing as npt
 from mpidist.errors import ContextError
 from mpidist.util.available_memory import LINE_BYTES
 
-__all__ = ["Allocate", "Buffers", "Field", "Storage", "make_arrays"]
-
-
 # Allocates at least the given number of bytes
 Allocate = Callable[[int], npt.NDArray[np.uint8]]
 

@@ -16,15 +16,6 @@ import numpy as np
 from mpidist.util import tracing
 from mpidist.util.durations import BUCKETS, count_buckets
 
-__all__ = [
-    "BACKWARD",
-    "NEXT",
-    "RUN",
-    "Counters",
-    "Durations",
-    "Operation",
-]
-
 # What ends a step: the highest of these that the program does
 BACKWARD, NEXT, RUN = 1, 2, 3
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import atexit
 import sys
 
-__all__ = ["is_starting_worker", "run_exit_functions"]
-
 
 def run_exit_functions() -> None:
     """Call the functions of `atexit` now; they are not called again."""

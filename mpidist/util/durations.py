@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["BUCKETS", "bucket_seconds", "count_buckets", "duration"]
-
 _PER_OCTAVE_BITS = 2  # four buckets for each factor of two
 BUCKETS = 64 << _PER_OCTAVE_BITS
 

@@ -17,20 +17,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "SHARD_PATTERN",
-    "AtomicFile",
-    "AtomicHdf5File",
-    "is_abandoned",
-    "open_regular",
-    "read_regular",
-    "replace_file",
-    "require_regular",
-    "shard_name",
-    "sync_directory",
-    "user_directory",
-]
-
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["IGNORED", "handling", "set_handling"]
-
 
 def _find_variable() -> tuple[contextvars.ContextVar[Any], Any] | None:
     """Return NumPy's variable, and its value while errors are ignored."""

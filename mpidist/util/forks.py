@@ -18,8 +18,6 @@ from mpi4py import MPI
 
 from mpidist.util.cpython import run_exit_functions
 
-__all__ = ["FORKED", "call_in_child", "is_forked"]
-
 FORKED = (
     "this process was forked from a rank and is not part of the MPI job; communicate "
     "in the rank itself, or use threads"

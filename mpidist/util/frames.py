@@ -7,8 +7,6 @@ import sys
 import threading
 from types import FrameType
 
-__all__ = ["ThreadFrames"]
-
 _lock = threading.RLock()
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 
-__all__ = ["hash62"]
-
 
 def hash62(text: str) -> int:
     """Return a 62-bit hash of `text`: the sum of two fits into an int64.

@@ -22,17 +22,6 @@ from typing import Any
 
 from mpidist.util.settings import LOG
 
-__all__ = [
-    "RankHandler",
-    "debug",
-    "info",
-    "rank_and_host",
-    "report",
-    "start",
-    "warning",
-    "write",
-]
-
 _ROOT = "mpidist"
 # The attribute of a record that says who has written it to stderr already
 _SHOWN_BY = "mpidist_shown_by"

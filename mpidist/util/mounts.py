@@ -8,17 +8,6 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = [
-    "LOCAL_FILE_SYSTEMS",
-    "Mount",
-    "find_mount",
-    "is_local",
-    "lateness",
-    "parse_mounts",
-    "read_mounts",
-    "wait_for_file",
-]
-
 _POLL_SECONDS = 0.02
 # File systems that only this kernel writes to
 LOCAL_FILE_SYSTEMS = frozenset(

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
-__all__ = ["INSTEAD", "refuse", "refuser"]
-
 _IN_REPLICA = "in a function that strategy.run runs, get_replica_context()"
 _RANK = "strategy.extended.replica_id (in a replica function, get_replica_context()"
 _RANK += ".replica_id_in_sync_group)"

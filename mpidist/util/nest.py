@@ -17,8 +17,6 @@ import optree
 
 from mpidist.errors import ArgumentError
 
-__all__ = ["Nest", "Spec", "flatten", "leaf_names", "map_leaves", "unflatten"]
-
 # Nested structures for type checkers, which cannot know the leaves
 Nest = Mapping[Any, Any] | list[Any] | tuple[Any, ...]
 Spec = optree.PyTreeSpec

@@ -10,8 +10,6 @@ import warnings
 
 from mpidist.util import logs
 
-__all__ = ["warn"]
-
 
 def warn(text: str, stacklevel: int = 1) -> None:
     """Issue a RuntimeWarning and log it; if it would raise, only log it.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-__all__ = ["MOST_CHARACTERS", "counted", "html_table", "one_line", "printable"]
-
 MOST_CHARACTERS = 120
 
 

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from mpidist.util.representation import printable
 
-__all__ = ["COUNT", "INTEGER", "SECONDS", "SIGNED", "Number", "conform"]
-
 
 class Number(NamedTuple):
     """The schema of a finite number between two bounds."""

@@ -18,8 +18,6 @@ import numpy as np
 from mpidist.errors import ArgumentTypeError
 from mpidist.util import validation
 
-__all__ = ["decode", "dtype_of", "encode", "text_of"]
-
 _PLAIN = {bool, int, float, str, type(None)}
 # A subclass of these would come back as the base class, and a buffer as an array
 _BASES = dict, list, tuple, set, frozenset, str, bytes, int, float, complex

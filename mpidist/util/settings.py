@@ -18,31 +18,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from mpidist.errors import LaunchError
 
-__all__ = [
-    "ALLOW_SHARED_GPU",
-    "ALLOW_SINGLETON",
-    "BANNER",
-    "BIND_GPU",
-    "CUDA_AWARE",
-    "DUMPS",
-    "FULL_TRACEBACKS",
-    "HANG_SECONDS",
-    "LOG",
-    "LogChoice",
-    "PREFIX",
-    "RANKS_PER_NODE",
-    "Resolved",
-    "SETTINGS",
-    "Setting",
-    "TIMELINE",
-    "TRANSPORTS",
-    "decimal",
-    "hang_seconds",
-    "require_settings",
-    "resolve",
-    "unknown_names",
-]
-
 PREFIX = "MPIDIST_"
 T = TypeVar("T")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["WHOLE", "BatchShare", "even_sizes", "largest_share"]
-
 
 class BatchShare(NamedTuple):
     """Which rows of each batch belong to a replica.

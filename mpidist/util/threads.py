@@ -12,8 +12,6 @@ from typing import Any
 from mpidist.util import validation
 from mpidist.util.available_memory import available_cores
 
-__all__ = ["call_ahead", "call_all", "count_threads", "read_ahead", "share_calls"]
-
 _END = object()
 _NAME = "mpidist-map"
 _MOST_THREADS = 4096

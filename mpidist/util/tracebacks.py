@@ -10,8 +10,6 @@ from types import TracebackType
 from mpidist.errors import MpidistError, RemoteError
 from mpidist.util.settings import FULL_TRACEBACKS
 
-__all__ = ["fold"]
-
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 # Errors of other threads pass through these frames, too
 _FUTURES = str(Path(concurrent.futures.__file__).parent) + os.sep

@@ -12,8 +12,6 @@ from typing import Any
 
 from mpidist.util.forks import call_in_child
 
-__all__ = ["COLLECTIVE", "SPAN", "STEP", "TraceBuffer", "start", "stop"]
-
 COLLECTIVE, SPAN, STEP = range(3)
 _MOST_WAITING = 500_000  # events in the buffer, if the disk does not respond
 _get_ident = threading.get_ident

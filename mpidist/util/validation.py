@@ -19,22 +19,6 @@ import numpy as np
 
 from mpidist.errors import ArgumentError, ArgumentTypeError
 
-__all__ = [
-    "LARGEST",
-    "absolute",
-    "call_arguments",
-    "dtype",
-    "function",
-    "instance",
-    "integer",
-    "number",
-    "optional_function",
-    "optional_integer",
-    "path",
-    "shown",
-    "switch",
-]
-
 T = TypeVar("T")
 LARGEST = (1 << 63) - 1  # of the integers in arrays
 _LONGEST_PATH = 4095  # of Linux

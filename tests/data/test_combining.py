@@ -15,7 +15,7 @@ import mpidist
 from mpidist import AutoShardPolicy, Dataset, Options, TensorSpec
 from mpidist.data.iter_dataset import IterDataset
 from mpidist.data.map_dataset import Epoch
-from mpidist.data.sharding import BatchShare
+from mpidist.util.shares import BatchShare
 
 numbers = Dataset.range
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from mpidist import AutoShardPolicy, Dataset, MirroredStrategy, Options
 from mpidist.data.map_dataset import Epoch
-from mpidist.data.sharding import BatchShare
+from mpidist.util.shares import BatchShare
 
 MOST_REPLICAS = 7
 LAYOUTS = [

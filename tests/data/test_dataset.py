@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import mpidist
 from mpidist import Dataset
 from mpidist.data.map_dataset import Epoch
-from mpidist.data.sharding import BatchShare
+from mpidist.util.shares import BatchShare
 
 
 class Pair(NamedTuple):

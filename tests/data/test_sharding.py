@@ -10,12 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidist.data.sharding import (
-    BatchShare,
-    Permutation,
-    batch_count,
-    largest_share,
-)
+from mpidist.data.sharding import Permutation, batch_count
+from mpidist.util.shares import BatchShare, largest_share
 
 pure = settings(derandomize=True, database=None, deadline=None)
 

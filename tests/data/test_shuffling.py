@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from mpidist import Dataset
 from mpidist.data.map_dataset import Epoch
-from mpidist.data.sharding import BatchShare
-from mpidist.data.shuffling import ChunkLayout, ChunkShuffle
+from mpidist.data.shuffling import ChunkShuffle
+from mpidist.hdf5.chunks import ChunkLayout
+from mpidist.util.shares import BatchShare
 
 
 def every(order, rows):

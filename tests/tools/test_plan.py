@@ -20,7 +20,6 @@ from hdf5_files import Recipe
 import mpidist
 from mpidist import AutoShardPolicy, Dataset, Options
 from mpidist.__main__ import main
-from mpidist.data import sharding
 from mpidist.hdf5 import read as hdf5
 from mpidist.hdf5 import read as hdf5_parts
 from mpidist.hdf5.files import RawFile
@@ -29,6 +28,7 @@ from mpidist.launch import commands
 from mpidist.tools import plan as plans
 from mpidist.tools.plan import Request, make_plan, to_json, to_text
 from mpidist.util.available_memory import as_text
+from mpidist.util.shares import BatchShare
 
 LIBRARY = Path(mpidist.__file__).parents[1]
 GZIP = Recipe((8, 2), ("shuffle", "gzip"), limits=(None, None))
@@ -208,7 +208,7 @@ def test_rows_of_many_ranks(tmp_path, ranks, policy, batch_size):
     if policy == "DATA":
         for rank in {0, ranks // 2, ranks - 1}:
             parts = [
-                sharding.BatchShare(ranks, rank).of(min(batch_size, 1000 - i))
+                BatchShare(ranks, rank).of(min(batch_size, 1000 - i))
                 for i in range(0, 1000, batch_size)
             ]
             sizes = [part.stop - part.start for part in parts]

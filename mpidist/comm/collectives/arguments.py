@@ -18,23 +18,6 @@ from mpidist.values import (
     select_replica,
 )
 
-__all__ = [
-    "axis_field",
-    "check_each",
-    "deadline_of",
-    "describe",
-    "describe_as",
-    "describe_but",
-    "gather_axes",
-    "implementation_of",
-    "is_direct",
-    "option_fields",
-    "require_dense",
-    "require_reducible",
-    "to_arrays",
-]
-
-
 T = TypeVar("T")
 
 

@@ -16,8 +16,6 @@ from mpidist.comm.transports.base import Transport
 from mpidist.device import arrays
 from mpidist.options import CommunicationOptions, ReduceOp
 
-__all__ = ["combine", "reserve_combination"]
-
 # Of all ranks, gathered at a time
 _BLOCK_BYTES = 32 << 20
 

@@ -22,8 +22,6 @@ from mpidist.comm.consensus.consensus import Call
 from mpidist.options import CommunicationImplementation, CommunicationOptions
 from mpidist.util.available_memory import round_up
 
-__all__ = ["CountPlan", "Reader", "exchange_counts", "plan_counts"]
-
 
 class CountPlan(NamedTuple):
     """One kind of exchange.

@@ -49,8 +49,6 @@ from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import validation
 from mpidist.util.shares import BatchShare
 
-__all__ = ["all_to_all", "reduce_scatter"]
-
 _DEFAULT = CommunicationOptions()
 
 

@@ -29,8 +29,6 @@ from mpidist.comm.transports.base import Transport
 from mpidist.device import arrays
 from mpidist.options import CommunicationOptions
 
-__all__ = ["GatherPlan", "all_gather", "execute_gather", "plan_gather"]
-
 _DEFAULT = CommunicationOptions()
 
 

@@ -17,8 +17,6 @@ from mpidist.options import CommunicationOptions
 from mpidist.util import validation
 from mpidist.util.serialization import decode, dtype_of, encode, text_of
 
-__all__ = ["broadcast_object", "gather_objects"]
-
 _DEFAULT = CommunicationOptions()
 
 

@@ -21,8 +21,6 @@ from mpidist.device import arrays
 from mpidist.options import CommunicationOptions
 from mpidist.util import nest
 
-__all__ = ["Collectives"]
-
 _DEFAULT = CommunicationOptions()
 
 

@@ -10,8 +10,6 @@ from mpidist.device import arrays
 from mpidist.util.available_memory import round_up
 from mpidist.util.buffers import Buffers
 
-__all__ = ["Results", "StepResults"]
-
 # From this size on, searching for free memory is cheaper than allocating
 _LARGE_BYTES = 128 << 10
 _BUFFERS = 4

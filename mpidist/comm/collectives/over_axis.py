@@ -40,8 +40,6 @@ from mpidist.comm.packing import Axis
 from mpidist.errors import ArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
 
-__all__ = ["reduce_over_axis"]
-
 _DEFAULT = CommunicationOptions()
 
 

@@ -18,15 +18,6 @@ from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest
 from mpidist.values import Mirrored, PerReplica
 
-__all__ = [
-    "OP_TYPES",
-    "PlanCache",
-    "Structure",
-    "detail_of",
-    "kind_along",
-    "kind_of",
-]
-
 OP_TYPES = (str, ReduceOp)  # any other type of reduce_op is an error
 # So that a program whose shapes never repeat does not fill memory.
 _MOST = 1000  # plans that are kept

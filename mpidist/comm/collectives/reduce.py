@@ -45,20 +45,6 @@ from mpidist.comm.transports.base import Transport
 from mpidist.device import arrays
 from mpidist.options import CommunicationOptions, ReduceOp
 
-__all__ = [
-    "Prepared",
-    "ReducePlan",
-    "Reduction",
-    "Summation",
-    "all_reduce",
-    "fits",
-    "plan_reduction",
-    "prepare",
-    "prepare_sums",
-    "reduce_large",
-    "reduce_packed",
-]
-
 # A symmetric address, or 0, and what moves the data once the ranks agree: it is given
 # whether all ranks have passed that address
 Prepared = tuple[int, Callable[[bool], list[Any]]]

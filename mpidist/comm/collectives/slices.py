@@ -20,8 +20,6 @@ from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest
 from mpidist.values import IndexedSlices, local_component
 
-__all__ = ["has_slices", "reduce_slices"]
-
 
 def has_slices(value: Any) -> bool:
     """Return whether some leaves, or components of some, are IndexedSlices."""

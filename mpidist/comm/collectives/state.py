@@ -18,8 +18,6 @@ from mpidist.device.copies import SmallCopies
 from mpidist.options import CommunicationOptions
 from mpidist.util import nest, validation
 
-__all__ = ["State", "take"]
-
 
 class State:
     """What the collectives of one strategy share.

@@ -23,8 +23,6 @@ from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.waiting import Departures, WaitTimeoutError
 from mpidist.util.available_memory import LINE_BYTES, available_cores, round_up
 
-__all__ = ["NodeBarrier", "words_of"]
-
 _FRAME_BYTES = 4096
 _SLOTS = 3
 _SPINS = 1000  # of 50 nanoseconds

@@ -16,22 +16,6 @@ from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.consensus.waiting import Departures, RequestWaiter
 from mpidist.util.available_memory import round_up
 
-__all__ = [
-    "ALIGNMENT_BYTES",
-    "FAILED",
-    "GATHERED_BYTES",
-    "LARGE",
-    "Comparison",
-    "GatherComparison",
-    "MaximumComparison",
-    "Pages",
-    "Payload",
-    "PayloadComparison",
-    "Proposal",
-    "SharedMemoryComparison",
-    "comparison_by_mpi",
-]
-
 # A digest, the state of the rank, an address, and the time since its last comparison
 _HEADER_BYTES = 32
 _RANK_BITS = 20

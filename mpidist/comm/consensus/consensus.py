@@ -55,9 +55,6 @@ from mpidist.errors import CollectiveError, ContextError, DeadlineError, Mpidist
 from mpidist.util.forks import FORKED, call_in_child
 from mpidist.util.tracebacks import fold
 
-__all__ = ["FINALIZED", "Call", "Consensus", "broadcast_bytes"]
-
-
 Fields = Sequence[tuple[str, Any]]  # names and values that must be equal on all ranks
 FINALIZED = "the strategy was finalized and cannot be used any more"
 _MOST_BARE = 256  # calls without arguments that are kept

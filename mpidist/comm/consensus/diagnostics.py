@@ -25,18 +25,6 @@ from mpidist.comm.consensus.signatures import (
 )
 from mpidist.errors import DeadlineError, DivergenceError, MismatchError, RemoteError
 
-__all__ = [
-    "first_thread",
-    "forget_locals",
-    "late_thread",
-    "left",
-    "missing_threads",
-    "not_arrived",
-    "not_finished",
-    "raise_difference",
-    "report_of",
-]
-
 _FOLDER = str(Path(__file__).parent) + os.sep
 
 

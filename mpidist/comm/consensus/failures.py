@@ -24,8 +24,6 @@ from mpidist.comm.consensus.signatures import name_ranks
 from mpidist.errors import DeadlineError, RankLostError
 from mpidist.launch.launchers import is_elastic
 
-__all__ = ["FailureDetector", "agree", "can_survive", "has_failed_ranks", "is_last"]
-
 _CLASSES = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 # How long MPI may need to report which rank died, after it reports a death
 _HEAR_SECONDS = 10.0

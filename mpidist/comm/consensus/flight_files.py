@@ -21,21 +21,6 @@ from typing import Any
 
 from mpidist.util.files import replace_file
 
-__all__ = [
-    "BEGUN",
-    "CALLS",
-    "ENDED",
-    "FORMAT",
-    "KIND",
-    "NUMBER",
-    "RING_BYTES",
-    "STEP",
-    "WORDS",
-    "FlightFiles",
-    "calls_path",
-    "ring_path",
-]
-
 FORMAT = 2
 CALLS = 1000
 WORDS = 5

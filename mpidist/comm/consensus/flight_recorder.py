@@ -43,8 +43,6 @@ from mpidist.util.forks import call_in_child
 from mpidist.util.notices import warn
 from mpidist.util.settings import DUMPS
 
-__all__ = ["Entry", "Recorder"]
-
 _MOST_KINDS = 4096  # as many as `calls.digest` caches
 # Shorter waits are not attributed to a rank
 _WAITED_NS = 20_000

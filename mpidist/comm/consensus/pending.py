@@ -16,8 +16,6 @@ from mpi4py import MPI
 from mpidist.comm.consensus.signatures import call_site
 from mpidist.util.forks import call_in_child
 
-__all__ = ["Pending"]
-
 
 class Pending:
     """A context manager around a collective operation of this thread.

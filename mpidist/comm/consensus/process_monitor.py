@@ -12,8 +12,6 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-__all__ = ["ended", "expect_exits", "monitor_processes", "stopped"]
-
 _NAMESPACE = "/proc/self/ns/pid"
 _descriptors: dict[int, int] = {}  # by process id
 _is_stopped = False

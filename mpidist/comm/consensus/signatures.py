@@ -15,23 +15,6 @@ from mpidist.errors import CollectiveError, RemoteError
 from mpidist.util import nest
 from mpidist.util.hashing import hash62
 
-__all__ = [
-    "CallSignature",
-    "CallReport",
-    "call_site",
-    "differences",
-    "digest",
-    "dump_error",
-    "group_by_rank",
-    "is_own_code",
-    "load_error",
-    "name_ranks",
-    "report_error",
-    "skip_folder",
-    "user_frame",
-]
-
-
 _BITS = (1 << 62) - 1
 _ODD = 0x1E3779B97F4A7C15  # multiplication by it permutes the numbers of 62 bits
 _folders = [str(Path(__file__).parents[2]) + os.sep]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["Tag"]
-
 
 @enum.unique
 class Tag(enum.IntEnum):

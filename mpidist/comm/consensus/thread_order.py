@@ -25,17 +25,6 @@ from mpidist.util.float_errors import IGNORED, handling, set_handling
 from mpidist.util.frames import ThreadFrames
 from mpidist.util.hashing import hash62
 
-__all__ = [
-    "PerThread",
-    "ProgressCounters",
-    "ThreadOrderedLock",
-    "ThreadState",
-    "is_only_thread",
-    "joined_threads",
-    "may_start_threads",
-]
-
-
 _LOOK_AGAIN_SECONDS = 0.05
 _NAMELESS = "a thread without a name"
 _BITS = (1 << 62) - 1

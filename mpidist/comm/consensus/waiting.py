@@ -26,15 +26,6 @@ from mpidist.errors import CollectiveError, DeadlineError, DivergenceError
 if TYPE_CHECKING:
     from mpidist.comm.consensus.barrier import NodeBarrier
 
-__all__ = [
-    "Departures",
-    "RequestWaiter",
-    "Requests",
-    "RollCall",
-    "WaitTimeoutError",
-    "abandon",
-]
-
 Requests = MPI.Request | list[MPI.Request]
 
 _MOST_BYTES = 2000  # so small a message is sent eagerly

@@ -11,8 +11,6 @@ from mpidist.comm.consensus.pending import Pending
 from mpidist.device import kernels
 from mpidist.device.memory import DeviceBuffer
 
-__all__ = ["IpcBuffers", "share_buffers"]
-
 _CALL = "MirroredStrategy: memory that GPUs share"
 _MARK = 0x6D706964  # distinguishes a buffer from other memory
 _abandoned: list[Any] = []

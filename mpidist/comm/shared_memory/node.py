@@ -31,9 +31,6 @@ from mpidist.util.available_memory import (
 from mpidist.util.buffers import Field, Storage, make_arrays
 from mpidist.util.notices import warn
 
-__all__ = ["NodeMemory", "make_barrier"]
-
-
 _CALL = "cache"
 
 

@@ -28,8 +28,6 @@ from mpidist.errors import ArgumentError
 from mpidist.util.available_memory import as_text, free_bytes, round_up
 from mpidist.util.buffers import Field
 
-__all__ = ["SymmetricMemory"]
-
 _PAGE_BYTES = 4096
 # Offset of arrays in a page: other arrays usually begin at its start, and processors
 # first compare only the last 12 bits of addresses

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MESSAGE_BYTES", "MOST_RANKS", "Transport"]
-
 # With more ranks there are too many messages: MPI has algorithms with log(ranks) steps
 MOST_RANKS = 16
 # For longer messages MPI uses a rendezvous, and ranks that share cores answer slowly:

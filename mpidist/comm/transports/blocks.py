@@ -22,15 +22,6 @@ from mpidist.comm.consensus.tags import Tag
 from mpidist.comm.consensus.waiting import abandon
 from mpidist.comm.transports.base import MESSAGE_BYTES, MOST_RANKS
 
-__all__ = [
-    "MESSAGE_BYTES",
-    "MOST_RANKS",
-    "BlockSum",
-    "InFlight",
-    "WholeSum",
-    "pieces_of",
-]
-
 Wait = Callable[[list[MPI.Request]], None]
 
 

@@ -18,8 +18,6 @@ from mpidist.device import arrays, kernels
 from mpidist.device.memory import DeviceBuffer, is_plain
 from mpidist.device.streams import Order, assign
 
-__all__ = ["DeviceMpiTransport", "DeviceTransport"]
-
 _BLOCK_BYTES = 16 << 20
 # Parts begin with cache lines of their own
 _LINE_BYTES = 128

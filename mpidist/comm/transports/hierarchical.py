@@ -12,11 +12,10 @@ from mpi4py import MPI
 from mpidist.comm.consensus.barrier import NodeBarrier
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.pending import Pending
-from mpidist.comm.transports.blocks import MOST_RANKS, BlockSum, WholeSum
+from mpidist.comm.transports.base import MOST_RANKS
+from mpidist.comm.transports.blocks import BlockSum, WholeSum
 from mpidist.comm.transports.mpi import MpiTransport
 from mpidist.comm.transports.shared import SharedTransport
-
-__all__ = ["HierarchicalTransport"]
 
 
 class HierarchicalTransport(SharedTransport):

@@ -28,8 +28,6 @@ from mpidist.comm.transports.mpi import bytes_of
 from mpidist.device import kernels
 from mpidist.device.streams import Order, assign, record
 
-__all__ = ["SLOTS", "IpcTransport"]
-
 SLOTS = 4
 
 

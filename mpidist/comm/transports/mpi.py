@@ -15,8 +15,6 @@ from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.tags import Tag
 from mpidist.comm.transports.base import Transport
 
-__all__ = ["MpiTransport", "bytes_of"]
-
 # MPI libraries before MPI-4 count in 32 bits, and some fail far below that limit
 _MOST_BYTES = 1 << 30
 

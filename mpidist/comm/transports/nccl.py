@@ -19,8 +19,6 @@ from mpidist.comm.transports.base import Transport
 from mpidist.comm.transports.mpi import bytes_of
 from mpidist.device.streams import record
 
-__all__ = ["NcclTransport", "connect"]
-
 _CALL = "MirroredStrategy: NCCL"
 _PAUSE_SECONDS = 1e-4
 # A call of NCCL that takes longer waits for a rank that has died

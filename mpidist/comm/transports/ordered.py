@@ -17,8 +17,6 @@ from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.transports.blocks import BlockSum
 from mpidist.comm.transports.mpi import MpiTransport
 
-__all__ = ["OrderedTransport"]
-
 # The network is idle while the first block is added up, and the last one: there should
 # be many. Each block also takes a fixed time of a core: where that is needed for other
 # work they should be large. These are bytes received from one rank, and from all: two

@@ -21,8 +21,6 @@ from mpidist.comm.consensus.tags import Tag
 from mpidist.comm.transports.blocks import InFlight, pieces_of
 from mpidist.comm.transports.mpi import MpiTransport, bytes_of
 
-__all__ = ["RingTransport"]
-
 _MOST_PIECES = 4096  # of one array
 
 

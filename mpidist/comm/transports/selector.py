@@ -33,14 +33,6 @@ from mpidist.device import arrays, kernels
 from mpidist.errors import ArgumentError, CollectiveError, LaunchError
 from mpidist.options import CommunicationImplementation
 
-__all__ = [
-    "Choices",
-    "DeviceTransports",
-    "ORDERED",
-    "TransportSelector",
-    "choose",
-]
-
 
 class Choices(NamedTuple):
     """Transports for one kind of memory, and the choice among them.

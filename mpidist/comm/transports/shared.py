@@ -21,9 +21,6 @@ from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.transports.base import Transport
 from mpidist.comm.transports.mpi import bytes_of
 
-__all__ = ["SharedTransport"]
-
-
 # Bytes between two barriers if nothing is copied
 _NO_COPY_BYTES = 2 << 20
 # What stays in a cache while it is added and copied

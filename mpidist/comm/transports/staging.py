@@ -18,8 +18,6 @@ from mpidist.comm.transports.base import Transport
 from mpidist.comm.transports.mpi import bytes_of
 from mpidist.device.copies import HostCopies
 
-__all__ = ["StagingTransport"]
-
 _BLOCK_BYTES = 4 << 20
 
 

@@ -21,25 +21,6 @@ from mpidist.util.files import read_regular, replace_file, user_directory
 from mpidist.util.schemas import COUNT, conform
 from mpidist.util.settings import TRANSPORTS
 
-__all__ = [
-    "METHODS",
-    "BySizeTransport",
-    "Count",
-    "Layout",
-    "Table",
-    "all_by",
-    "default_device_table",
-    "default_table",
-    "find_table",
-    "no_count",
-    "read_tables",
-    "short_name",
-    "table_path",
-    "tables_in_use",
-    "write_table",
-]
-
-
 # For each method: minimum sizes in bytes, with the transport to use
 Table = Mapping[str, Sequence[tuple[int, str]]]
 

@@ -8,8 +8,6 @@ from typing import Any
 from mpidist.util.representation import one_line
 from mpidist.values import select_replica
 
-__all__ = ["ConvertedDataset", "ConvertedIterator"]
-
 
 class ConvertedIterator:
     """Converted batches of this replica. `next` is collective.

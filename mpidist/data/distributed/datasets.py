@@ -16,7 +16,6 @@ from mpidist.comm.banner import show_input
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.data.contents import describe_contents
 from mpidist.data.dataset import (
-    UNKNOWN_CARDINALITY,
     Dataset,
     DatasetLike,
     as_dataset,
@@ -27,26 +26,20 @@ from mpidist.data.dataset import (
 from mpidist.data.distributed.iterator import DistributedIterator
 from mpidist.data.distributed.reader import ReadPlan, count_steps, divide, is_global
 from mpidist.data.distributed.shared_caches import require_shareable, share
-from mpidist.data.iter_dataset import IterDataset
+from mpidist.data.iter_dataset import UNKNOWN_CARDINALITY, IterDataset
 from mpidist.data.iterator import EpochCounter, Origin
 from mpidist.data.map_dataset import Epoch, MapDataset
-from mpidist.data.sharding import BatchShare, even_sizes, largest_share
 from mpidist.data.sources import IndexedSource
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.options import AutoShardPolicy, InputOptions
 from mpidist.util import near_misses, nest, validation
 from mpidist.util.available_memory import free_bytes
 from mpidist.util.representation import html_table, one_line
+from mpidist.util.shares import BatchShare, even_sizes, largest_share
 from mpidist.util.tracebacks import fold
 
 if TYPE_CHECKING:
     from mpidist.comm.replica_group import ReplicaGroup
-
-__all__ = [
-    "DistributedDataset",
-    "InputContext",
-    "summarize",
-]
 
 # A rank keeps short rows of at most this size in memory, and the ranks of a node take
 # at most this part of its free memory for them

@@ -32,14 +32,6 @@ from mpidist.util.counters import NEXT
 from mpidist.util.representation import one_line
 from mpidist.util.tracebacks import fold
 
-__all__ = [
-    "DistributedIterator",
-    "BatchSpec",
-    "global_call",
-    "require_equal",
-]
-
-
 T = TypeVar("T")
 _NEXT = "next of a distributed dataset"
 _SET_STATE = "set_state of a distributed dataset"

@@ -29,32 +29,15 @@ from mpidist.data.map_dataset import (
     MapDataset,
     OpenSources,
 )
-from mpidist.data.sharding import WHOLE, BatchShare, largest_share
 from mpidist.data.sources import BufferedSource
 from mpidist.device import arrays, host_to_device, streams
 from mpidist.errors import ArgumentError, DataError
 from mpidist.options import AutoShardPolicy, InputOptions
 from mpidist.util import nest
+from mpidist.util.shares import WHOLE, BatchShare, largest_share
 
 if TYPE_CHECKING:
     from mpidist.comm.replica_group import ReplicaGroup
-
-__all__ = [
-    "BatchReader",
-    "Kinds",
-    "LocalBatch",
-    "Prefetcher",
-    "ReadPlan",
-    "UnreadError",
-    "count_steps",
-    "device_put",
-    "divide",
-    "empty_on_device",
-    "is_global",
-    "start_reader",
-    "steps_per_read",
-]
-
 
 # Not None: a generator may yield that.
 _END = object()

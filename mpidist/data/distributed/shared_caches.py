@@ -24,17 +24,14 @@ from mpidist.data.caching import (
 from mpidist.data.elements import one_dtype, split, stack
 from mpidist.data.iter_dataset import IterDataset
 from mpidist.data.map_dataset import Epoch, MapDataset, OpenSources, walk
-from mpidist.data.sharding import WHOLE, BatchShare
 from mpidist.data.sources import Positions
 from mpidist.errors import ArgumentError
 from mpidist.util import nest
 from mpidist.util.buffers import Storage
+from mpidist.util.shares import WHOLE, BatchShare
 
 if TYPE_CHECKING:
     from mpidist.comm.replica_group import ReplicaGroup
-
-__all__ = ["NodeCache", "reorder", "require_shareable", "share"]
-
 
 _CALL = "cache"
 

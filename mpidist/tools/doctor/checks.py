@@ -52,25 +52,6 @@ from mpidist.util.settings import (
     unknown_names,
 )
 
-__all__ = [
-    "JOB_CHECKS",
-    "LOCAL_CHECKS",
-    "NEEDED",
-    "RankFacts",
-    "check_binding",
-    "check_gpus",
-    "check_launcher",
-    "check_memory",
-    "check_nodes",
-    "check_thread_level",
-    "check_threads",
-    "check_variables",
-    "count_left",
-    "evaluate",
-    "find_facts",
-    "is_hydra",
-]
-
 NEEDED = ("numpy", "h5py", "mpi4py", "deflate", "optree")
 _ONE_PYTHON = "start all ranks with one Python of one environment, on every node"
 # Variables that change how ranks communicate, and should be equal on all ranks

@@ -24,17 +24,6 @@ from typing import Any, NoReturn
 
 from mpidist.tools.doctor.rows import Failure, Row, as_rows, describe_error
 
-__all__ = [
-    "Child",
-    "cleanups",
-    "end_with_parent",
-    "receive",
-    "run_checks",
-    "run_named",
-    "send",
-    "serve",
-]
-
 # In a child: what the check has to undo at the end, and its socket
 cleanups = contextlib.ExitStack()
 _socket: Connection[Any, Any] | None = None

@@ -23,20 +23,6 @@ from mpidist.util.available_memory import as_text
 from mpidist.util.files import sync_directory
 from mpidist.util.mounts import find_mount, read_mounts
 
-__all__ = [
-    "HELD",
-    "HIDDEN",
-    "KINDS",
-    "LOCKING",
-    "MISSED",
-    "check_locks",
-    "see_locks",
-    "try_alone",
-    "try_locks",
-    "try_path",
-    "try_paths",
-]
-
 LOCKING = "HDF5_USE_FILE_LOCKING"
 _OR_ELSE = f"; if that blocks, set {LOCKING}=FALSE"
 _PREFIX = ".mpidist-doctor-"

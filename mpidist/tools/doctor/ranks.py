@@ -27,8 +27,6 @@ from mpidist.tools.doctor.rows import FAIL, OK, WARN, Row, as_rows, describe_err
 from mpidist.util.available_memory import as_text
 from mpidist.util.settings import CUDA_AWARE
 
-__all__ = ["check_speed", "check_strategy", "examine_ranks"]
-
 _PROBE_SECONDS = 130.0  # programs that try a GPU have limits of their own
 _MARGIN_SECONDS = 10.0
 _LARGE_BYTES = 4 << 20

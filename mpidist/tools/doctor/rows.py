@@ -11,24 +11,6 @@ from typing import Any, NamedTuple
 from mpidist._version import __version__
 from mpidist.util.representation import printable
 
-__all__ = [
-    "FAIL",
-    "OK",
-    "WARN",
-    "Failure",
-    "Row",
-    "Status",
-    "as_rows",
-    "by_rank",
-    "describe_error",
-    "examine",
-    "merge",
-    "name_ranks",
-    "to_json",
-    "to_text",
-    "worst",
-]
-
 _WIDTH = 88
 _NAME_WIDTH = 28
 _SHOWN_VALUES = 6

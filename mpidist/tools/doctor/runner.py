@@ -33,8 +33,6 @@ from mpidist.tools.doctor.rows import (
 )
 from mpidist.util.files import replace_file
 
-__all__ = ["run"]
-
 _STARTING = "starting MPI"
 _SIGNALS = signal.SIGTERM, signal.SIGINT
 _MARGIN_SECONDS = 10.0

@@ -100,6 +100,13 @@ def rank(strategy):
     return strategy.extended.replica_id
 
 
+def test_the_table_has_every_collective_of_a_replica():
+    members = vars(mpidist.ReplicaContext).items()
+    names = {n for n, member in members if "Collective" in (member.__doc__ or "")}
+    assert "all_reduce" in names
+    assert names - {"merge_call"} <= {name.split()[0] for name in COLLECTIVES}
+
+
 def same(found, expected):
     np.testing.assert_array_equal(found, expected, strict=True)
 

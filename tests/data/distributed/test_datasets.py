@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mpidist import AutoShardPolicy, Dataset, InputContext, InputOptions, Options
 from mpidist.data.map_dataset import Epoch, SourceMapDataset
-from mpidist.data.sharding import BatchShare
 from mpidist.errors import MismatchError
+from mpidist.util.shares import BatchShare
 
 
 def rows_of(n, dtype=np.float32):

@@ -392,7 +392,7 @@ def test_kernels_on_another_stream_see_whole_batches(gpu_strategy, depth):
                 array = cupy.ascontiguousarray(array[::-1])
             results.append(array)
         results = [array.get() for array in results]
-    shard = mpidist.data.sharding.BatchShare(
+    shard = mpidist.util.shares.BatchShare(
         strategy.num_replicas_in_sync, strategy.extended.replica_id
     ).of(n)
     for step, result in enumerate(results):
