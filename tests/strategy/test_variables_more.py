@@ -219,7 +219,10 @@ def test_variables_of_one_rank_alone_do_not_shift_names(strategy):
     if strategy.extended.replica_id == 0:
         mpidist.Variable(1.0)  # of the default strategy
     w = make(strategy)
-    assert len(set(strategy.extended.consensus.gather("names", w.name))) == 1
+    assert (
+        len(set(strategy.extended.consensus.gather_objects("names", lambda: w.name)))
+        == 1
+    )
 
 
 def test_variables_that_are_dropped_leave_nothing(strategy):
@@ -247,7 +250,7 @@ def test_variables_that_are_dropped_leave_nothing(strategy):
         numbers[-1] + 1201,
     ]
     assert list(extended.variables.values()) == [*kept, twin, last]
-    assert len(set(extended.consensus.gather("names", last.name))) == 1
+    assert len(set(extended.consensus.gather_objects("names", lambda: last.name))) == 1
 
 
 def test_what_belongs_to_this_process_cannot_be_pickled(strategy):
