@@ -12,19 +12,19 @@ import mpidist
 ROOT = Path(mpidist.__file__).parents[1]
 # Files, functions and exchanges on two ranks of one node, the first time and again
 WAYS = {
-    "small, first": (21, 71, 1),
-    "small, again": (12, 30, 1),
-    "large, first": (25, 83, 1),
+    "small, first": (20, 68, 1),
+    "small, again": (12, 28, 1),
+    "large, first": (24, 83, 1),
     "large, again": (15, 40, 1),
-    "assign, first": (26, 116, 2),
-    "assign, again": (23, 77, 2),
+    "assign, first": (23, 93, 2),
+    "assign, again": (15, 50, 2),
     "row, first": (21, 126, 1),
     "row, again": (6, 19, 0),
     "save, first": (20, 126, 3),
     "save, again": (19, 121, 3),
-    "strategy, again": (53, 180, 0),
+    "strategy, again": (40, 165, 0),
 }
-MODULES, LINES, ANY_IN_COMM = 202, 52668, 673
+MODULES, LINES, ANY_IN_COMM = 200, 50867, 652
 
 
 @pytest.mark.skipif(is_open_mpi(), reason="counted under MPICH")

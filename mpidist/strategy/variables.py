@@ -470,15 +470,14 @@ class Variable(ArrayView, DistributedValues):
         communicate must pass the same.
         """
         frame = context.frame_for(self._strategy, self._name)
-        is_replica = frame.is_replica_of(self._strategy)
-        if frame.is_update or is_replica:
+        if not (frame.is_update or frame.is_replica_of(self._strategy)):
+            new = self._apply_everywhere(operation, apply, value, part)
+        else:
             if frame.is_update or self._is_on_read or self._is_default:
                 value = self._convert(value)
             else:
                 value = self._combine(f"{operation} of {self._name}", value, part)
             new = self._apply(operation, apply, value)
-        else:
-            new = self._apply_everywhere(operation, apply, value, part)
         self.replace_local(new)
 
     def _combine(self, call: str, value: Any, part: Any) -> Any:
@@ -502,7 +501,8 @@ class Variable(ArrayView, DistributedValues):
                 "replica's share; pass an array"
             )
         with consensus.call(call) as opened:
-            return self._reduce(call, opened.reserve(self._convert, value))
+            value = opened.reserve(self._convert, value)
+            return self._reduce(call, value)
 
     def _reduce(self, call: str, value: Any) -> Any:
         """Return the replicas' arrays combined by the aggregation. Collective."""
@@ -572,7 +572,7 @@ class Variable(ArrayView, DistributedValues):
     def _convert(self, value: Any) -> Any:
         """Return `value` as an array of the variable's dtype, on its device."""
         local = self._values[0]
-        if type(value) is type(local) is np.ndarray and value.dtype == local.dtype:
+        if type(value) is type(local) is np.ndarray and value.dtype is local.dtype:
             return value
         return assignment.convert(value, local, self._name)
 
@@ -665,7 +665,7 @@ class Variable(ArrayView, DistributedValues):
                 f"{self._name} has shape {self.shape}; {array.shape} does not fit it"
             )
         if type(array) is np.ndarray:
-            array.flags.writeable = False
+            array.setflags(write=False)  # faster than `flags.writeable`
         self._values, self._root = (array,), None
 
     def _refuse_in_place(self, operation: str) -> NoReturn:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mpidist.comm import arithmetic, packing
 from mpidist.comm.collectives.arguments import deadline_of, implementation_of
-from mpidist.comm.collectives.state import State
+from mpidist.comm.collectives.plans import State
 from mpidist.comm.transports.base import Transport
 from mpidist.device import arrays
 from mpidist.options import CommunicationOptions, ReduceOp

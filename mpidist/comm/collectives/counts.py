@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidist.comm.collectives.arguments import deadline_of
-from mpidist.comm.collectives.state import State
+from mpidist.comm.collectives.plans import State
 from mpidist.comm.consensus.comparison import (
     ALIGNMENT_BYTES,
     Pages,

@@ -29,10 +29,12 @@ from mpidist.comm.collectives.counts import (
 )
 from mpidist.comm.collectives.plans import (
     OP_TYPES,
+    State,
     Structure,
     detail_of,
     kind_along,
     kind_of,
+    take,
 )
 from mpidist.comm.collectives.reduce import (
     ReducePlan,
@@ -40,7 +42,6 @@ from mpidist.comm.collectives.reduce import (
     plan_reduction,
     reduce_packed,
 )
-from mpidist.comm.collectives.state import State, take
 from mpidist.comm.consensus.consensus import Call
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.device import arrays

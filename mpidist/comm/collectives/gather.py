@@ -21,8 +21,14 @@ from mpidist.comm.collectives.arguments import (
     require_dense,
 )
 from mpidist.comm.collectives.counts import CountPlan, exchange_counts, plan_counts
-from mpidist.comm.collectives.plans import Structure, detail_of, kind_along, kind_of
-from mpidist.comm.collectives.state import State, take
+from mpidist.comm.collectives.plans import (
+    State,
+    Structure,
+    detail_of,
+    kind_along,
+    kind_of,
+    take,
+)
 from mpidist.comm.consensus.consensus import Call
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.transports.base import Transport

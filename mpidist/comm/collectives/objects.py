@@ -9,7 +9,7 @@ import numpy as np
 from mpidist.comm import arithmetic
 from mpidist.comm.collectives.arguments import implementation_of
 from mpidist.comm.collectives.gather import execute_gather, plan_gather
-from mpidist.comm.collectives.state import State
+from mpidist.comm.collectives.plans import State
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError

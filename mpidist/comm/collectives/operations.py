@@ -9,13 +9,13 @@ from mpidist.comm.collectives.exchanges import all_to_all, reduce_scatter
 from mpidist.comm.collectives.gather import all_gather
 from mpidist.comm.collectives.objects import broadcast_object, gather_objects
 from mpidist.comm.collectives.over_axis import reduce_over_axis
+from mpidist.comm.collectives.plans import State, take
 from mpidist.comm.collectives.reduce import (
     all_reduce,
     prepare,
     prepare_sums,
     reduce_large,
 )
-from mpidist.comm.collectives.state import State, take
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.device import arrays
 from mpidist.options import CommunicationOptions

@@ -20,10 +20,12 @@ from mpidist.comm.collectives.arguments import (
 from mpidist.comm.collectives.gather import GatherPlan, execute_gather, plan_gather
 from mpidist.comm.collectives.plans import (
     OP_TYPES,
+    State,
     Structure,
     detail_of,
     kind_along,
     kind_of,
+    take,
 )
 from mpidist.comm.collectives.reduce import (
     ReducePlan,
@@ -33,7 +35,6 @@ from mpidist.comm.collectives.reduce import (
     prepare_sums,
     reduce_packed,
 )
-from mpidist.comm.collectives.state import State, take
 from mpidist.comm.consensus.consensus import Call
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.packing import Axis

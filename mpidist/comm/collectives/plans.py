@@ -1,4 +1,4 @@
-"""Plans of collectives: computed once for each kind of call.
+"""What collectives share: their state, and plans, computed once for a kind of call.
 
 A plan contains the signature that ranks compare, how to send the leaves, and how to
 return the results. A call of a known kind uses its plan without further checks.
@@ -12,10 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpidist.comm.collectives.arguments import check_each, to_arrays
+from mpidist.comm.collectives.outputs import Results
 from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.shared_memory.symmetric import SymmetricMemory
+from mpidist.comm.transports.selector import TransportSelector
 from mpidist.device import arrays
-from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.util import nest
+from mpidist.device.copies import SmallCopies
+from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
+from mpidist.util import nest, validation
 from mpidist.values import Mirrored, PerReplica
 
 OP_TYPES = (str, ReduceOp)  # any other type of reduce_op is an error
@@ -103,7 +108,8 @@ class PlanCache:
                 value = value.values[0]
             # The cheapest lookup comes first: one array costs no tuple of kinds.
             if type(value) is np.ndarray:
-                found = kind(value)
+                is_whole = kind is kind_of
+                found = (value.dtype, value.shape) if is_whole else kind(value)
                 key = None if found is None else (operation, detail, found)
                 return key, self._known.get(key), (value,), None
             structure: Any = type(value)
@@ -178,6 +184,47 @@ class PlanCache:
         # that the same error is found again.
         self.keep(key, plan, leaves, given)
         return plan.structure.give_back(results, leaves)
+
+
+class State:
+    """What the collectives of one strategy share.
+
+    Args:
+      consensus: of all ranks.
+      transports: the transports.
+      symmetric: the arrays that lie in memory of the node.
+      results: allocates the results.
+    """
+
+    def __init__(
+        self,
+        consensus: Consensus,
+        transports: TransportSelector,
+        symmetric: SymmetricMemory,
+        results: Results,
+    ):
+        self.consensus = consensus
+        self.size = consensus.size
+        self.transports = transports
+        self.transport = transports.default
+        self.symmetric = symmetric
+        self.results = results
+        self.plans = PlanCache(consensus)
+        self.copies = SmallCopies()
+
+
+def take(
+    state: State, value: Any, options: CommunicationOptions
+) -> tuple[list[Any], nest.Spec, list[Any]]:
+    """Like `to_arrays`; also checks that there are transports for the arrays."""
+    validation.instance("options", options, CommunicationOptions)
+    leaves, spec, given = to_arrays(value)
+    # One rank moves nothing, so it can reduce arrays wherever they are.
+    if state.size > 1:
+        check_each(given, spec, state.transports.require_reachable)
+        if options.implementation is CommunicationImplementation.NCCL:
+            state.transports.require_nccl("implementation='NCCL'")
+    return leaves, spec, given
 
 
 def detail_of(argument: Any, options: CommunicationOptions | None) -> Any:

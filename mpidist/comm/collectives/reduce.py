@@ -31,12 +31,13 @@ from mpidist.comm.collectives.arguments import (
 from mpidist.comm.collectives.combinations import combine, reserve_combination
 from mpidist.comm.collectives.plans import (
     OP_TYPES,
+    State,
     Structure,
     detail_of,
     kind_of,
+    take,
 )
 from mpidist.comm.collectives.slices import has_slices, reduce_slices
-from mpidist.comm.collectives.state import State, take
 from mpidist.comm.consensus.comparison import Pages, PayloadComparison
 from mpidist.comm.consensus.consensus import Call
 from mpidist.comm.consensus.signatures import CallSignature
@@ -281,7 +282,9 @@ def _execute(
     values = [a if hasattr(a, "dtype") else np.asarray(a) for a in given]
     if reduction is None:
         reduction = functools.partial(prepare, state, plan=plan.sums)
-    return reduce_large(state, plan.call, plan.op, values, plan.options, reduction)
+    with plan.call as call:
+        address, move = call.reserve(reduction, plan.op, values, plan.options)
+        return move(call.agree(address))
 
 
 # Small arrays: they travel with the comparison of the calls
@@ -413,7 +416,6 @@ def reduce_large(
     op: ReduceOp,
     values: Sequence[Any],
     options: CommunicationOptions,
-    reduction: Reduction | None = None,
 ) -> list[Any]:
     """Return the reductions of arrays that were checked before. Collective.
 
@@ -423,12 +425,9 @@ def reduce_large(
       op: the operation.
       values: the arrays.
       options: see `CommunicationOptions`.
-      reduction: prepares the reduction; by default `prepare`.
     """
     with call:
-        address, move = call.reserve(
-            reduction or functools.partial(prepare, state), op, values, options
-        )
+        address, move = call.reserve(prepare, state, op, values, options)
         return move(call.agree(address))
 
 
@@ -638,7 +637,13 @@ def prepare_sums(
         deadline = None if timeout is None else deadline_of(options)
         totals: list[Any] = [None] * len(values)
         for pack, total in zip(chosen, memory):
-            _sum_pack(state, pack, [values[j] for j in pack.members], total, deadline)
+            sends = [values[j] for j in pack.members]
+            transport, wire = pack.transport, pack.wire
+            state.transports.count(transport.name, total.nbytes)
+            transport.allreduce(sends, total, deadline, wire)
+            # Totals may have been narrow on the way, so all are
+            if wire is None and sends[0].dtype != pack.dtype:
+                arithmetic.round_to(sends[0].dtype, total)
             if len(pack.members) == 1:
                 totals[pack.members[0]] = total.reshape(pack.shapes[0])
                 continue
@@ -647,22 +652,6 @@ def prepare_sums(
         return totals
 
     return sum_here
-
-
-def _sum_pack(
-    state: State,
-    pack: _SumPack,
-    sends: Sequence[Any],
-    total: Any,
-    deadline: float | None,
-) -> None:
-    """Put the sums of arrays of one dtype into their memory."""
-    transport, dtype = pack.transport, sends[0].dtype
-    state.transports.count(transport.name, total.nbytes)
-    transport.allreduce(sends, total, deadline, pack.wire)
-    # Totals may have been narrow on the way, so all are
-    if pack.wire is None and dtype != pack.dtype:
-        arithmetic.round_to(dtype, total)
 
 
 def _address_of(

@@ -12,7 +12,7 @@ from typing import Any
 from mpidist.comm import packing
 from mpidist.comm.collectives.arguments import describe_but, option_fields
 from mpidist.comm.collectives.gather import execute_gather, plan_gather
-from mpidist.comm.collectives.state import State
+from mpidist.comm.collectives.plans import State
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, DTypeError

@@ -197,12 +197,13 @@ class PayloadComparison:  # not an abc.ABC, for which isinstance is slow
         """See `Comparison.late`."""
 
     @abc.abstractmethod
-    def next_page(self, pages: Pages) -> Sequence[Any]:
-        """Return the arrays that this rank may write before the next comparison."""
+    def turn(self, ahead: int) -> int:
+        """Return which page of the double buffer is in use.
 
-    @abc.abstractmethod
-    def payload(self, pages: Pages) -> Sequence[Sequence[Any]]:
-        """Return the arrays of all ranks; they are valid until the next comparison."""
+        Args:
+          ahead: 1 for the next comparison, whose page this rank may write now; 0 for
+            the last one, whose pages of all ranks are valid until the next.
+        """
 
     def close(self) -> None:
         """See `Comparison.close`."""
@@ -252,13 +253,9 @@ class GatherComparison(PayloadComparison):
         # No double buffer: what is sent and what is received are separate memory
         super().__init__([self._send], [list(self._received)], payload_bytes)
 
-    def next_page(self, pages: Pages) -> Sequence[Any]:
-        """See `PayloadComparison.next_page`."""
-        return pages.own[0]
-
-    def payload(self, pages: Pages) -> Sequence[Sequence[Any]]:
-        """See `PayloadComparison.payload`."""
-        return pages.everyone[0]
+    def turn(self, ahead: int) -> int:
+        """See `PayloadComparison.turn`."""
+        return 0
 
     def agrees(
         self, words: Words, deadline: float | None = None, yield_cpu: bool = False
@@ -309,13 +306,9 @@ class SharedMemoryComparison(PayloadComparison):
         own = [pages[barrier.rank] for pages in barrier.page_pairs]
         super().__init__(own, barrier.page_pairs, payload_bytes)
 
-    def next_page(self, pages: Pages) -> Sequence[Any]:
-        """See `PayloadComparison.next_page`."""
-        return pages.own[(self._barrier.epoch + 1) & 1]
-
-    def payload(self, pages: Pages) -> Sequence[Sequence[Any]]:
-        """See `PayloadComparison.payload`."""
-        return pages.everyone[self._barrier.epoch & 1]
+    def turn(self, ahead: int) -> int:
+        """See `PayloadComparison.turn`."""
+        return (self._barrier.epoch + ahead) & 1
 
     def missing(self) -> list[int] | None:
         """See `Comparison.missing`."""

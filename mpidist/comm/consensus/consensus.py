@@ -273,7 +273,7 @@ class Consensus:
         assert isinstance(self.comparison, PayloadComparison)
         pages, fill = proposal.payload
         try:
-            return proposal._replace(is_large=fill(self.comparison.next_page(pages)))
+            return proposal._replace(is_large=fill(pages.own[self.comparison.turn(1)]))
         except Exception as error:
             return proposal._replace(error=error)
 
@@ -631,24 +631,24 @@ class Call:
         if timeout is not None or not consensus.is_plain():
             payload = Payload(pages, fill)
             consensus.require_same(self.signature, timeout=timeout, payload=payload)
-            return comparison.payload(pages)
+            return pages.everyone[comparison.turn(0)]
         try:
-            is_large = fill(comparison.next_page(pages))
+            is_large = fill(pages.own[comparison.turn(1)])
         except Exception as error:
             consensus.require_same(self.signature, error)
             raise
         consensus.reserved = ""
         consensus.calls += 1
         consensus.begin(consensus.calls, self.signature, self._number)
-        number = self._number ^ consensus.progress.digest
         consensus.recorder.count(comparison.name, pages.size_bytes)
+        number = self._number ^ consensus.progress.digest
         words = number, LARGE * is_large, 0
         if not consensus.note(comparison.agrees(words), comparison):
             payload = Payload(pages, fill)
             consensus.settle(
                 Proposal(self.signature, payload=payload, is_large=is_large)
             )
-        return comparison.payload(pages)
+        return pages.everyone[comparison.turn(0)]
 
     def step(self, name: str) -> Call:
         """Return a later agreement of the same operation, while this call is open."""

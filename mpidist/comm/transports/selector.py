@@ -214,13 +214,6 @@ class TransportSelector:
             return None
         return cast(MpiTransport, transport)
 
-    def require_implementation(
-        self, implementation: CommunicationImplementation
-    ) -> None:
-        """Raise a LaunchError if the user requests NCCL and it cannot be used."""
-        if implementation is CommunicationImplementation.NCCL:
-            self.require_nccl("implementation='NCCL'")
-
     def require_nccl(self, asked_for: str) -> None:
         """Raise a LaunchError if NCCL cannot be used."""
         if "nccl" in self.by_name:

@@ -111,19 +111,19 @@ def test_payloads_come_with_the_comparison(comm, barrier, on_board):
         return comm.rank == 0
 
     for _ in range(3):
-        is_large = fill(comparison.next_page(pages))
+        is_large = fill(pages.own[comparison.turn(1)])
         assert comparison.agrees((7, LARGE * is_large, 0))
         assert comparison.is_any_large
-        short, complex_ = comparison.payload(pages)
+        short, complex_ = pages.everyone[comparison.turn(0)]
         for rank in range(comm.size):
             assert short[rank].tolist() == [rank, rank + 1, rank + 2]
             assert complex_[rank].tolist() == [[rank, rank]]
         assert not comparison.agrees((7, FAILED * (comm.rank == comm.size - 1), 0))
         assert comparison.agrees((comm.rank, 0, 0)) == (comm.size == 1)
-        fill(comparison.next_page(pages))
+        fill(pages.own[comparison.turn(1)])
         assert comparison.agrees((8, 0, 0))
         assert not comparison.is_any_large
-        assert comparison.payload(pages)[0][comm.size - 1][0] == comm.size - 1
+        assert pages.everyone[comparison.turn(0)][0][comm.size - 1][0] == comm.size - 1
     comparison.close()
 
 
