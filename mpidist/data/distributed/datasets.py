@@ -145,8 +145,6 @@ class DistributedDataset:
         """Return a dataset whose batches are divided over the replicas. Collective."""
         extended.topology.require_open()
 
-        chosen = options or InputOptions()
-
         def prepare() -> tuple[MapDataset | IterDataset, AutoShardPolicy, Any]:
             _require_options(options)
             whole = _as_dataset(dataset, call)
@@ -163,11 +161,12 @@ class DistributedDataset:
 
         def describe(prepared: Any) -> list[tuple[str, Any]]:
             pipeline, policy, origin = prepared
+            is_balanced = (options or InputOptions()).balance_batches
             agreed = [
                 ("auto_shard_policy", policy.name),
                 ("dataset", pipeline.describe()),
                 ("batches", origin.cardinality if origin else "its own"),
-                ("balance_batches", chosen.balance_batches),
+                ("balance_batches", is_balanced),
             ]
             if is_global(policy) and extended.num_replicas > 1:
                 agreed += describe_contents(pipeline, extended.replica_id)
@@ -177,7 +176,7 @@ class DistributedDataset:
         pipeline, policy, origin = extended.consensus.run(call, prepare, same=describe)
         if policy is AutoShardPolicy.FILE:
             return cls._of_own_batches(extended, lambda: pipeline, options, call)
-        entropy = 0
+        chosen, entropy = options or InputOptions(), 0
         if pipeline.needs_entropy:  # an order must not differ between ranks
             entropy = extended.consensus.root_only("seed", lambda: secrets.randbits(62))
         # Of a generator all ranks read all; only indexed datasets are read in slices.
