@@ -266,7 +266,7 @@ def report() -> None:
 
     works: dict[int, list[float]] = {}
     for consensus in list(Consensus.in_use):
-        if consensus.broken is None and not consensus.failures.ranks:
+        if consensus.is_usable:
             counters = consensus.recorder.counters
 
             def work(counters: Counters = counters) -> float:

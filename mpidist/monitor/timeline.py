@@ -161,7 +161,7 @@ class Timeline:
         if _current is self:
             _current = None
         consensus = self._group.consensus
-        if consensus.broken is None and not consensus.failures.ranks:
+        if consensus.is_usable:
             self._samples.append(compare_clocks(consensus))
             self._note_clock(self._samples[-1])
         self.end()

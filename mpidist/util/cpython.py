@@ -7,6 +7,13 @@ from __future__ import annotations
 
 import atexit
 import sys
+import threading
+from concurrent.futures.thread import _WorkItem
+
+# The code by which the main thread waits for others at the end of the program, and by
+# which a thread of an executor runs a function; `self` of it has the `future`
+SHUTDOWN_CODE = threading._shutdown.__code__  # type: ignore[attr-defined]
+WORK_CODE = _WorkItem.run.__code__
 
 
 def run_exit_functions() -> None:

@@ -16,11 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from concurrent.futures.thread import _WorkItem
 from types import FrameType
 from typing import Any
 
 from mpidist.errors import ContextError
+from mpidist.util.cpython import SHUTDOWN_CODE, WORK_CODE
 from mpidist.util.float_errors import IGNORED, handling, set_handling
 from mpidist.util.frames import ThreadFrames
 from mpidist.util.hashing import hash62
@@ -250,7 +250,7 @@ def joined_threads(
             return [found["self"]]
         if code is Future.result.__code__ and found.get("timeout") is None:
             return _threads_that_run(found["self"], frames)
-        if code is _shutdown_code:
+        if code is SHUTDOWN_CODE:
             main = threading.main_thread()
             return [t for t in threading.enumerate() if not t.daemon and t is not main]
     return []
@@ -283,17 +283,15 @@ def _threads_that_run(
         thread
         for thread in threading.enumerate()
         for frame in _callers(frames.get(thread.ident or 0))
-        if frame.f_code is _WorkItem.run.__code__
-        and frame.f_locals["self"].future is future
+        if frame.f_code is WORK_CODE and frame.f_locals["self"].future is future
     ]
 
 
-_shutdown_code = threading._shutdown.__code__  # type: ignore[attr-defined]  # private
 _waiting_codes = {
     threading.Thread.join.__code__,
     Future.result.__code__,
-    _WorkItem.run.__code__,
-    _shutdown_code,
+    WORK_CODE,
+    SHUTDOWN_CODE,
 }
 
 
