@@ -423,7 +423,7 @@ def is_sharded(steps: MapDataset | IterDataset) -> bool:
 
 # User functions that these modules call may iterate over datasets: those of
 # from_generator, distribute_datasets_from_function and Strategy.run
-_CALLERS = ("mpidist.data.", "mpidist.strategy.extended")
+_CALLERS = ("mpidist.data.", "mpidist.strategy.")
 
 _has_warned = False
 
