@@ -14,8 +14,7 @@ depend on the distribution of rows over ranks and batches.
 
 from __future__ import annotations
 
-from mpidist.statistics.confusion_matrix import ConfusionMatrix
-from mpidist.statistics.histogram import Histogram, HistogramResult
+from mpidist.statistics.counts import ConfusionMatrix, Histogram, HistogramResult
 from mpidist.statistics.moments import Description, Moments, describe
 from mpidist.statistics.quantiles import Quantiles
 from mpidist.statistics.statistic import Statistic

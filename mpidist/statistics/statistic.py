@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import abc
-import copy
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import numpy as np
 
 from mpidist.comm.consensus.signatures import group_by_rank
 from mpidist.context import (
@@ -184,31 +181,6 @@ class Statistic(abc.ABC):
         if in_replica_of(self.distribute_strategy):
             return get_replica_context().all_reduce(op, value)
         return self.distribute_strategy.reduce(op, value)
-
-
-class CountStatistic(Statistic):
-    """Base of statistics whose state is only an array of counts, `_counts`."""
-
-    _counts: Any
-
-    def _extent(self) -> list[int]:
-        return []
-
-    def _of_all_ranks(self) -> Any:
-        self._compare()
-        whole = copy.copy(self)
-        whole._counts = self._all_reduce("SUM", self._counts)
-        return whole
-
-    def _add(self, other: Any) -> None:
-        self._counts += other._counts
-
-    def _to_state(self) -> dict[str, Any]:
-        kind, settings, _ = self._kind()
-        return {"kind": kind, "settings": settings, "counts": self._counts}
-
-    def _from_state(self, state: Mapping[str, Any]) -> None:
-        self._counts = np.array(state["counts"])
 
 
 def _shown(kind: tuple[str, str, str]) -> str:
