@@ -321,15 +321,15 @@ class Checkpoint(Tracked):
             return index_path(path, "save_path")
 
         consensus = self.strategy.extended.consensus
-        # All ranks must name the same file, or one would restore a different state.
-        index = consensus.run(
-            operation,
-            prepare,
-            same=lambda index: (("path", str(index)), ("is_partial", is_partial)),
-        )
-        # A background save of the same path must be complete before it is read.
-        self.saver.wait()
         with consensus.recorder.counters.checkpointing("restore"):
+            # All ranks must name the same file, or one would restore a different state.
+            index = consensus.run(
+                operation,
+                prepare,
+                same=lambda index: (("path", str(index)), ("is_partial", is_partial)),
+            )
+            # A background save of the same path must be complete before it is read.
+            self.saver.wait()
             plan = restore(self.strategy, operation, index, self, is_partial)
         self.saver.restored = index
         return LoadStatus(str(index), plan.missing, plan.unused)
