@@ -48,7 +48,7 @@ given = dict(args=(), kwargs=None, options=None) | dict(
     key="w", like={"w": x}, state=iterator.get_state(), operation="x", call=None,
     colocate_with_variable=w, colocate_with=w, var_list=[w], rows=x, labels=[0],
     predictions=[0], numpy_input=x, iterator=iterator, iterations=1, config_proto={},
-    others=[], shape=(), dtype=float, q=0.5,
+    others=[], shape=(), dtype=float, q=0.5, find_index=lambda _: folder,
     distributed_train_function=lambda: 1.0,
 )
 
