@@ -416,28 +416,28 @@ class GradientBuckets:
                     "the reduce_op of gradient buckets must be 'SUM' or 'MEAN', not "
                     f"{self._op.name!r}"
                 )
-            leaves, self._spec, given = to_arrays(like)
+            leaves, self._spec, inputs = to_arrays(like)
             # An empty copy keeps library and device, but not the memory of `like`
             self._originals = [
                 arrays.like_foreign(a.reshape(-1)[:0].copy(), leaf)
-                for a, leaf in zip(given, leaves)
+                for a, leaf in zip(inputs, leaves)
             ]
             check_each(
-                given, self._spec, lambda a, name: arrays.summable(a.dtype, name)
+                inputs, self._spec, lambda a, name: arrays.summable(a.dtype, name)
             )
-            self._kinds = [(a.dtype, tuple(a.shape)) for a in given]
-            self._sizes = [a.nbytes for a in given]
+            self._kinds = [(a.dtype, tuple(a.shape)) for a in inputs]
+            self._sizes = [a.nbytes for a in inputs]
             asked = self._options.bytes_per_pack
             self._bucket_bytes = asked or bucket_bytes_of(self._sizes)
             # All results of a step share one allocation, each on its own cache lines.
             self._result_bytes = sum(
                 LINE_BYTES + size
-                for a in given
+                for a in inputs
                 for size in result_bytes(
                     self._op, a.dtype, a.size, self._options.compression
                 )
             )
-            self._leaves_of = leaves_by_key(self._spec, len(given))
+            self._leaves_of = leaves_by_key(self._spec, len(inputs))
 
         def describe(_: None) -> CallSignature:
             agreed = (("reduce_op", self._op.name), *vars(self._options).items())
@@ -539,10 +539,10 @@ class GradientBuckets:
                 f"no gradient has the key {validation.shown(key)}; the keys are "
                 f"{list(self._leaves_of)}"
             ) from None
-        _, found, given = to_arrays(value)
+        _, found, inputs = to_arrays(value)
         if found != spec:
             raise ArgumentError(f"gradient {key!r} must be like {spec}, not {found}")
-        for number, array in zip(numbers, given, strict=True):
+        for number, array in zip(numbers, inputs, strict=True):
             kind = array.dtype, tuple(array.shape)
             if kind != self._kinds[number]:
                 dtype, shape = self._kinds[number]

@@ -315,8 +315,8 @@ class ReplicaGroup:
         """Return arrays of zeros in shared memory, for a public call. Collective."""
         self.topology.require_open()
         with self.consensus.call(operation) as call:
-            leaves, spec, given = call.reserve(to_arrays, value)
-            fields = [Field(tuple(a.shape), a.dtype) for a in given]
+            leaves, spec, inputs = call.reserve(to_arrays, value)
+            fields = [Field(tuple(a.shape), a.dtype) for a in inputs]
             self.consensus.require_same(
                 CallSignature(operation, (), spec, tuple(fields))
             )
@@ -327,11 +327,11 @@ class ReplicaGroup:
             else:
                 made = call.finish(lambda: [self.zeros(*field) for field in fields])
         # JAX arrays are read-only, so they cannot be used here
-        given = [
+        inputs = [
             own if arrays.is_jax_array(leaf) else arrays.like_foreign(own, leaf)
             for own, leaf in zip(made, leaves)
         ]
-        return nest.unflatten(spec, given)
+        return nest.unflatten(spec, inputs)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Return zeros on this rank's device."""

@@ -87,7 +87,7 @@ def plan_counts(
 
 
 def exchange_counts(
-    state: State, plan: CountPlan, counts: Sequence[int], given: Sequence[Any] = ()
+    state: State, plan: CountPlan, counts: Sequence[int], inputs: Sequence[Any] = ()
 ) -> tuple[list[list[int]], list[Reader] | None]:
     """Return the counts of every rank, and its arrays if all are small. Collective.
 
@@ -98,7 +98,7 @@ def exchange_counts(
       state: of the strategy.
       plan: of the call.
       counts: of this rank.
-      given: its arrays, of any layout.
+      inputs: its arrays, of any layout.
 
     Raises, on all ranks: see `Consensus.require_same`.
     """
@@ -107,7 +107,7 @@ def exchange_counts(
         return _gather(state, counts, plan.options), None
     # Known before the exchange, but other ranks' sizes are not: they are in the
     # page.
-    size = sum([round_up(array.nbytes, ALIGNMENT_BYTES) for array in given])
+    size = sum([round_up(array.nbytes, ALIGNMENT_BYTES) for array in inputs])
 
     def fill(pages: Sequence[Any]) -> bool:
         pages[0][:] = (*counts, size)
@@ -115,7 +115,7 @@ def exchange_counts(
         # it.
         if size <= plan.most_bytes:
             written = Reader(pages[1])
-            for array in given:
+            for array in inputs:
                 written.next(array.shape, array.dtype)[...] = array
         return False
 

@@ -116,22 +116,22 @@ def all_to_all(
 
     def make() -> tuple[ExchangePlan, list[Any], list[Any]]:
         # Runs once per kind of call; later calls find the plan by their key.
-        leaves, spec, given = take(state, value, wanted)
-        axes = gather_axes(axis, given, spec)
+        leaves, spec, inputs = take(state, value, wanted)
+        axes = gather_axes(axis, inputs, spec)
         # The axis may differ in sign between ranks, but not in meaning: agree on
         # the positive one. Lengths along it may differ, so they are left out of the
         # shapes.
         agreed = axis_field(axes), *option_fields(wanted)
-        signature = CallSignature(operation, agreed, spec, describe_but(given, axes))
+        signature = CallSignature(operation, agreed, spec, describe_but(inputs, axes))
         call = state.consensus.call(signature, wanted.timeout_seconds)
         # Small arrays travel with the exchange of the counts, except GPU arrays,
         # which would have to be copied to the host first.
-        carries = not any(map(arrays.is_device_array, given))
-        count = state.consensus.size * len(given)
+        carries = not any(map(arrays.is_device_array, inputs))
+        count = state.consensus.size * len(inputs)
         counts = plan_counts(state, call, count, wanted, carries)
         structure = Structure.of(spec, leaves)
         plan = ExchangePlan(call, wanted, structure, axes, counts=counts)
-        return plan, leaves, given
+        return plan, leaves, inputs
 
     return state.plans.run(
         operation,
@@ -139,19 +139,19 @@ def all_to_all(
         value,
         kind or kind_of,
         make,
-        lambda plan, given: _send(state, plan, given, lengths),
+        lambda plan, inputs: _send(state, plan, inputs, lengths),
     )
 
 
-def _send(state: State, plan: ExchangePlan, given: Sequence[Any], lengths: Any) -> Any:
+def _send(state: State, plan: ExchangePlan, inputs: Sequence[Any], lengths: Any) -> Any:
     """Return this rank's parts of all ranks' arrays. Collective."""
     ranks, counts = state.consensus.size, plan.counts
     assert counts is not None
 
     def prepare() -> list[_Piece]:
-        pairs = zip(given, plan.axes)
+        pairs = zip(inputs, plan.axes)
         divided = [_divide(state, a.shape[i], lengths) for a, i in pairs]
-        rows = map(_rows_first, given, plan.axes)
+        rows = map(_rows_first, inputs, plan.axes)
         return list(map(_Piece, rows, divided))
 
     with plan.call as call:
@@ -228,25 +228,25 @@ def reduce_scatter(
 
     def make() -> tuple[ExchangePlan, list[Any], list[Any]]:
         op = ReduceOp.parse(reduce_op)
-        leaves, spec, given = take(state, value, wanted)
-        require_reducible(op, given, spec)
-        axes = gather_axes(axis, given, spec)
+        leaves, spec, inputs = take(state, value, wanted)
+        require_reducible(op, inputs, spec)
+        axes = gather_axes(axis, inputs, spec)
         # Here lengths must agree, unlike in all_to_all: rank r's part is the same
         # rows of all arrays.
-        divided = [_divide(state, a.shape[i], lengths) for a, i in zip(given, axes)]
+        divided = [_divide(state, a.shape[i], lengths) for a, i in zip(inputs, axes)]
         fields = (
             ("reduce_op", op.name),
             axis_field(axes),
             ("lengths", tuple(map(tuple, divided))),
             *option_fields(wanted),
         )
-        signature = CallSignature(operation, fields, spec, describe(given))
+        signature = CallSignature(operation, fields, spec, describe(inputs))
         call = state.consensus.call(signature, wanted.timeout_seconds)
         structure = Structure.of(spec, leaves)
-        out, _ = arithmetic.dtypes_to_add(op, [a.dtype for a in given])
+        out, _ = arithmetic.dtypes_to_add(op, [a.dtype for a in inputs])
         packed = None
-        if fits(state, op, given, wanted):
-            packed = plan_reduction(state, call, op, wanted, structure, given)
+        if fits(state, op, inputs, wanted):
+            packed = plan_reduction(state, call, op, wanted, structure, inputs)
         plan = ExchangePlan(
             call,
             wanted,
@@ -257,7 +257,7 @@ def reduce_scatter(
             out=out,
             packed=packed,
         )
-        return plan, leaves, given
+        return plan, leaves, inputs
 
     return state.plans.run(
         operation,
@@ -269,11 +269,11 @@ def reduce_scatter(
     )
 
 
-def _reduce(state: State, plan: ExchangePlan, given: Sequence[Any]) -> list[Any]:
+def _reduce(state: State, plan: ExchangePlan, inputs: Sequence[Any]) -> list[Any]:
     """Return this rank's parts of the reductions. Collective."""
     consensus, op = state.consensus, plan.op
     if plan.packed is not None:
-        totals, parts = reduce_packed(state, plan.packed, given), []
+        totals, parts = reduce_packed(state, plan.packed, inputs), []
         # All ranks have the whole total already; each keeps its slice, as a copy,
         # so that it does not keep the total alive.
         for total, i, lengths in zip(totals, plan.axes, plan.divided):
@@ -287,7 +287,7 @@ def _reduce(state: State, plan: ExchangePlan, given: Sequence[Any]) -> list[Any]
     everyone = [np.array([part] * consensus.size) for part in plan.divided]
 
     def prepare() -> tuple[list[_Piece], list[_Place]]:
-        rows = list(map(_rows_first, given, plan.axes))
+        rows = list(map(_rows_first, inputs, plan.axes))
         _, wide = arithmetic.to_add(op, rows)
         pieces = list(map(_Piece, wide, plan.divided))
         places = map(

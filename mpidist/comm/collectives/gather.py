@@ -92,14 +92,14 @@ def all_gather(
 
     def make() -> tuple[GatherPlan, list[Any], list[Any]]:
         require_dense(operation, value)
-        leaves, spec, given = take(state, value, wanted)
-        axes = gather_axes(axis, given, spec)
+        leaves, spec, inputs = take(state, value, wanted)
+        axes = gather_axes(axis, inputs, spec)
         agreed = axis_field(axes), *option_fields(wanted)
-        signature = CallSignature(operation, agreed, spec, describe_but(given, axes))
+        signature = CallSignature(operation, agreed, spec, describe_but(inputs, axes))
         call = state.consensus.call(signature, wanted.timeout_seconds)
         structure = Structure.of(spec, leaves)
-        plan = plan_gather(state, call, given, axes, wanted, structure)
-        return plan, leaves, given
+        plan = plan_gather(state, call, inputs, axes, wanted, structure)
+        return plan, leaves, inputs
 
     return state.plans.run(
         operation,
@@ -114,7 +114,7 @@ def all_gather(
 def plan_gather(
     state: State,
     call: Call,
-    given: Sequence[Any],
+    inputs: Sequence[Any],
     axes: Sequence[int],
     options: CommunicationOptions,
     structure: Structure | None = None,
@@ -124,26 +124,26 @@ def plan_gather(
     Args:
       state: of the strategy.
       call: what the ranks agree on: dtypes and all other dimensions.
-      given: the arrays.
+      inputs: the arrays.
       axes: of each array.
       options: see `CommunicationOptions`.
       structure: of the value.
     """
-    on_gpu = any(map(arrays.is_device_array, given))
+    on_gpu = any(map(arrays.is_device_array, inputs))
     # Arrays that travel with the lengths must be in host memory; and if the user
     # requests MPI, MPI's own call is used.
     carries = not on_gpu and not is_direct(options)
-    counts = plan_counts(state, call, len(given), options, carries)
+    counts = plan_counts(state, call, len(inputs), options, carries)
     # Bytes of one row: lengths differ between ranks, so sizes are known only after
     # the exchange, as lengths times this.
     row_bytes = [
         math.prod(packing.without(a.shape, (i,))) * a.dtype.itemsize
-        for a, i in zip(given, axes)
+        for a, i in zip(inputs, axes)
     ]
     return GatherPlan(counts, axes, row_bytes, structure)
 
 
-def execute_gather(state: State, plan: GatherPlan, given: Sequence[Any]) -> list[Any]:
+def execute_gather(state: State, plan: GatherPlan, inputs: Sequence[Any]) -> list[Any]:
     """Return the concatenated arrays of all ranks. Collective.
 
     The lengths, and small arrays, are sent with the comparison of the calls. For
@@ -151,15 +151,15 @@ def execute_gather(state: State, plan: GatherPlan, given: Sequence[Any]) -> list
 
     Raises, on all ranks: see `Consensus.require_same`.
     """
-    lengths = [a.shape[i] for a, i in zip(given, plan.axes)]
+    lengths = [a.shape[i] for a, i in zip(inputs, plan.axes)]
     with plan.counts.call:
-        everyone, readers = exchange_counts(state, plan.counts, lengths, given)
+        everyone, readers = exchange_counts(state, plan.counts, lengths, inputs)
         # Arrays were too large to travel: only lengths are known so far.
         if readers is None:
-            return _gather(state, plan, given, np.array(everyone, np.int64))
+            return _gather(state, plan, inputs, np.array(everyone, np.int64))
         # They travelled with the lengths: cut them out of what each rank published.
         results = []
-        for j, (array, axis) in enumerate(zip(given, plan.axes)):
+        for j, (array, axis) in enumerate(zip(inputs, plan.axes)):
             before, behind = array.shape[:axis], array.shape[axis + 1 :]
             parts = [
                 reader.next((*before, lengths[j], *behind), array.dtype)
@@ -170,30 +170,30 @@ def execute_gather(state: State, plan: GatherPlan, given: Sequence[Any]) -> list
 
 
 def _gather(
-    state: State, plan: GatherPlan, given: Sequence[Any], lengths: Any
+    state: State, plan: GatherPlan, inputs: Sequence[Any], lengths: Any
 ) -> list[Any]:
     """Like `execute`, for arrays that were not sent with the comparison.
 
     Args:
       state: of the strategy.
       plan: of the call.
-      given: this rank's arrays.
+      inputs: this rank's arrays.
       lengths: of each array on each rank, by rank.
     """
     axes, options = plan.axes, plan.counts.options
     deadline = deadline_of(options)
     # Packs must be the same on all ranks, so sizes are those of the results
-    lengths = lengths.reshape(state.size, len(given))
+    lengths = lengths.reshape(state.size, len(inputs))
     # From here on all decisions follow from `rows`, which are equal on all ranks.
     rows = lengths.sum(axis=0)
     shapes = [
         packing.with_length(a.shape, i, n)
-        for a, i, n in zip(given, axes, rows.tolist())
+        for a, i, n in zip(inputs, axes, rows.tolist())
     ]
     sizes = (rows * plan.row_bytes).tolist()
 
     def reserve() -> list[_Pack]:
-        return _reserve(state, given, axes, shapes, sizes, options)
+        return _reserve(state, inputs, axes, shapes, sizes, options)
 
     # A large allocation may fail on one rank alone; agree before any data moves.
     if state.size > 1 and sum(sizes) >= packing.LARGE_BYTES:
@@ -202,10 +202,10 @@ def _gather(
         call.agree()
     else:
         packs = reserve()
-    results: list[Any] = [None] * len(given)
+    results: list[Any] = [None] * len(inputs)
     for pack in packs:
         members = pack.members
-        values = [given[j] for j in members]
+        values = [inputs[j] for j in members]
         along = [axes[j] for j in members]
         if pack.in_places:
             _place(state, pack, values[0], along[0], lengths[:, members[0]], deadline)
@@ -219,7 +219,7 @@ def _gather(
 
 def _reserve(
     state: State,
-    given: Sequence[Any],
+    inputs: Sequence[Any],
     axes: Sequence[int],
     shapes: Sequence[tuple[int, ...]],
     sizes: Sequence[int],
@@ -229,7 +229,7 @@ def _reserve(
 
     Args:
       state: of the strategy.
-      given: the arrays.
+      inputs: the arrays.
       axes: of each array.
       shapes: of the results.
       sizes: of the results, in bytes.
@@ -237,7 +237,7 @@ def _reserve(
     """
     packs, rest = [], []
     counts = list(map(math.prod, shapes))
-    for j, (value, axis) in enumerate(zip(given, axes, strict=True)):
+    for j, (value, axis) in enumerate(zip(inputs, axes, strict=True)):
         is_large = sizes[j] >= packing.LARGE_BYTES and _outer(value, axis) > 1
         # With _outer() == 1 a plain gather puts rows in order already, so that
         # nothing is saved by placing.
@@ -249,11 +249,11 @@ def _reserve(
             rest.append(j)
     # The rest is packed by dtype, in the order in which it was given: equal on all
     # ranks.
-    kinds = [packing.kind_of(given[j]) for j in rest]
+    kinds = [packing.kind_of(inputs[j]) for j in rest]
     rest_bytes = [sizes[j] for j in rest]
     for numbers in packing.groups(kinds, rest_bytes, options.bytes_per_pack):
         members = [rest[k] for k in numbers]
-        values = [given[j] for j in members]
+        values = [inputs[j] for j in members]
         send = packing.pack([arithmetic.contiguous(v, v.dtype) for v in values])
         count = sum(counts[j] for j in members)
         results: list[Any] = []

@@ -38,7 +38,7 @@ def broadcast_object(state: State, operation: str, value: Any, root: int) -> Any
         return made
 
     with state.consensus.call(operation) as call:
-        number, text, given = call.reserve(prepare)
+        number, text, inputs = call.reserve(prepare)
         state.consensus.require_same(CallSignature(operation, (("root", number),)))
         if ranks > 1:
             text = _broadcast_text(state, text, number)
@@ -48,7 +48,7 @@ def broadcast_object(state: State, operation: str, value: Any, root: int) -> Any
         memory.agree()
         for i, array in enumerate(received):
             if number == rank:
-                array[...] = given[i]
+                array[...] = inputs[i]
             if ranks > 1 and array.size:
                 is_device = arrays.is_device_array(array)
                 how = implementation_of(_DEFAULT)
@@ -62,10 +62,10 @@ def gather_objects(state: State, operation: str, value: Any) -> list[Any]:
     """See `Strategy.gather_objects`. Collective."""
 
     def prepare() -> list[Any]:
-        text, given = _encode(state, value)
+        text, inputs = _encode(state, value)
         header = text.encode()
         # Everything as bytes: one gather for the text and all arrays of the object.
-        parts = [arrays.to_host(a).tobytes() for a in given]
+        parts = [arrays.to_host(a).tobytes() for a in inputs]
         payload = np.frombuffer(b"".join([header, *parts]), np.uint8)
         # The sizes are gathered as a second array, since payloads differ in length.
         return [payload, np.array([len(header), payload.size])]
@@ -87,7 +87,7 @@ def gather_objects(state: State, operation: str, value: Any) -> list[Any]:
 
 def _encode(state: State, value: Any) -> tuple[str, list[Any]]:
     """Return JSON text, and the arrays in a value."""
-    given: list[Any] = []
+    inputs: list[Any] = []
 
     def take(leaf: Any, name: str) -> Any:
         is_plain = type(leaf) in (np.ndarray, np.memmap)
@@ -100,12 +100,12 @@ def _encode(state: State, value: Any) -> tuple[str, list[Any]]:
         if arrays.is_device_array(array):
             state.transports.require_reachable(array, name)
         # Contiguous copies, because bytes are sent.
-        given.append(arithmetic.contiguous(array, array.dtype))
+        inputs.append(arithmetic.contiguous(array, array.dtype))
         kind = "scalar" if isinstance(leaf, np.generic) else "array"
         kind = "GPU" if arrays.is_device_array(array) else kind
         return [kind, text_of(array.dtype), array.shape]
 
-    return encode(value, take), given
+    return encode(value, take), inputs
 
 
 def _broadcast_text(state: State, text: str, root: int) -> str:

@@ -45,9 +45,9 @@ class Collectives(State):
         """
 
         def prepare() -> tuple[list[Any], nest.Spec, list[Any]]:
-            leaves, spec, given = take(self, value, _DEFAULT)
+            leaves, spec, inputs = take(self, value, _DEFAULT)
             # MPI writes into the copy: arguments stay unchanged.
-            return leaves, spec, [array.copy(order="C") for array in given]
+            return leaves, spec, [array.copy(order="C") for array in inputs]
 
         with self.consensus.call(operation) as call:
             leaves, spec, results = call.reserve(prepare)

@@ -118,7 +118,7 @@ def reduce_over_axis(
         value,
         kind or kind_of,
         lambda: _plan(state, operation, reduce_op, value, axis, wanted, summation),
-        lambda plan, given: _execute(state, plan, given, summation),
+        lambda plan, inputs: _execute(state, plan, inputs, summation),
     )
 
 
@@ -133,24 +133,24 @@ def _plan(
 ) -> tuple[AxisPlan, list[Any], list[Any]]:
     """Return the plan of a call, its leaves, and the leaves as arrays."""
     op = ReduceOp.parse(reduce_op)
-    leaves, spec, given = take(state, value, options)
-    require_reducible(op, given, spec)
+    leaves, spec, inputs = take(state, value, options)
+    require_reducible(op, inputs, spec)
     axes = check_each(
-        given, spec, lambda a, name: packing.normalize_axes(axis, a.ndim, name)
+        inputs, spec, lambda a, name: packing.normalize_axes(axis, a.ndim, name)
     )
     # The reduced axis is left out: its length may differ between ranks.
-    rest = [packing.without(a.shape, drop) for a, drop in zip(given, axes)]
-    described = tuple(map(describe_as, given, rest))
+    rest = [packing.without(a.shape, drop) for a, drop in zip(inputs, axes)]
+    described = tuple(map(describe_as, inputs, rest))
     agreed = ("reduce_op", op.name), axis_field(axes), *option_fields(options)
     signature = CallSignature(operation, agreed, spec, described)
     call = state.consensus.call(signature, options.timeout_seconds)
-    structure, dtypes = Structure.of(spec, leaves), [a.dtype for a in given]
+    structure, dtypes = Structure.of(spec, leaves), [a.dtype for a in inputs]
     is_large = 8 * sum(map(math.prod, rest)) >= packing.LARGE_BYTES
     plan = AxisPlan(call, op, options, structure, dtypes, axes)
     plan = plan._replace(is_large=is_large)
     # Run once on arrays without rows, which shows dtypes and shapes of what is
     # sent.
-    sent = _reduce_own(state, plan, list(map(_without_rows, given, axes))).sent
+    sent = _reduce_own(state, plan, list(map(_without_rows, inputs, axes))).sent
     if not op.adds:
         along = [0] * len(sent)
         # MIN, MAX and PRODUCT: one row per rank is gathered, then combined.
@@ -160,12 +160,12 @@ def _plan(
         packed = plan_reduction(state, call, ReduceOp.SUM, options, structure, sent)
         # Overflows are found by the sums in float64
         plan = plan._replace(packed=packed._replace(has_integers=False))
-    return plan, leaves, given
+    return plan, leaves, inputs
 
 
-def _reduce_own(state: State, plan: AxisPlan, given: Sequence[Any]) -> _Partial:
+def _reduce_own(state: State, plan: AxisPlan, inputs: Sequence[Any]) -> _Partial:
     """Return the reductions of this rank's arrays."""
-    op, pairs = plan.op, list(zip(given, plan.axes))
+    op, pairs = plan.op, list(zip(inputs, plan.axes))
     if not op.adds:
         partial = [arithmetic.combine_over(op, a, axes) for a, axes in pairs]
         rough = [arithmetic.rough_product_over(op, a, axes) for a, axes in pairs]
@@ -181,14 +181,14 @@ def _reduce_own(state: State, plan: AxisPlan, given: Sequence[Any]) -> _Partial:
 def _execute(
     state: State,
     plan: AxisPlan,
-    given: Sequence[Any],
+    inputs: Sequence[Any],
     summation: Summation | None = None,
 ) -> list[Any]:
     """Return the reductions of the leaves. Collective."""
 
     def prepare() -> tuple[_Partial, Any]:
         # The plan is cached and shared by threads; memory belongs to this call.
-        partial, sum_here = _reduce_own(state, plan, given), None
+        partial, sum_here = _reduce_own(state, plan, inputs), None
         if plan.op.adds and plan.packed is None:
             sum_here = (summation or functools.partial(prepare_sums, state))(
                 partial.sent, plan.options

@@ -133,7 +133,7 @@ class PlanCache:
             self._consensus.call(operation).fail(error)
 
     def keep(
-        self, key: Any, plan: Any, leaves: Sequence[Any], given: Sequence[Any]
+        self, key: Any, plan: Any, leaves: Sequence[Any], inputs: Sequence[Any]
     ) -> None:
         """Use a plan for calls with this key from now on.
 
@@ -142,7 +142,7 @@ class PlanCache:
         # Plans take leaves as they are. An array that had to be converted is no proof
         # that the next one of this key may go through unconverted.
         are_plain = all(
-            a is leaf or type(leaf) in _NUMBERS for a, leaf in zip(given, leaves)
+            a is leaf or type(leaf) in _NUMBERS for a, leaf in zip(inputs, leaves)
         )
         if key is not None and are_plain and len(self._known) < _MOST:
             self._known[key] = plan
@@ -178,11 +178,11 @@ class PlanCache:
         """Like `run`, for a call without a plan; keep its plan under `key`."""
         # Held over plan and execution: two threads of a rank must not interleave.
         with self._consensus.call(operation) as call:
-            plan, leaves, given = call.reserve(make)
-            results = execute(plan, given)
+            plan, leaves, inputs = call.reserve(make)
+            results = execute(plan, inputs)
         # Cached only after execution: after a failed call the plan is created again, so
         # that the same error is found again.
-        self.keep(key, plan, leaves, given)
+        self.keep(key, plan, leaves, inputs)
         return plan.structure.give_back(results, leaves)
 
 
@@ -218,13 +218,13 @@ def take(
 ) -> tuple[list[Any], nest.Spec, list[Any]]:
     """Like `to_arrays`; also checks that there are transports for the arrays."""
     validation.instance("options", options, CommunicationOptions)
-    leaves, spec, given = to_arrays(value)
+    leaves, spec, inputs = to_arrays(value)
     # One rank moves nothing, so it can reduce arrays wherever they are.
     if state.size > 1:
-        check_each(given, spec, state.transports.require_reachable)
+        check_each(inputs, spec, state.transports.require_reachable)
         if options.implementation is CommunicationImplementation.NCCL:
             state.transports.require_nccl("implementation='NCCL'")
-    return leaves, spec, given
+    return leaves, spec, inputs
 
 
 def detail_of(argument: Any, options: CommunicationOptions | None) -> Any:

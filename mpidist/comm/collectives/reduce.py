@@ -231,7 +231,7 @@ def all_reduce(
             operation,
             key,
             lambda: _plan(state, operation, reduce_op, value, wanted, is_own=is_own),
-            lambda plan, given: _execute(state, plan, given, reduction),
+            lambda plan, inputs: _execute(state, plan, inputs, reduction),
         )
 
 
@@ -249,23 +249,23 @@ def _plan(
     `is_own`: whether no function of a user's class reduces them.
     """
     op = ReduceOp.parse(reduce_op)
-    leaves, spec, given = take(state, value, options)
-    require_reducible(op, given, spec)
+    leaves, spec, inputs = take(state, value, options)
+    require_reducible(op, inputs, spec)
     agreed = (("reduce_op", op.name), *option_fields(options))
-    signature = CallSignature(operation, agreed, spec, describe(given))
+    signature = CallSignature(operation, agreed, spec, describe(inputs))
     call = state.consensus.call(signature, options.timeout_seconds)
     structure = Structure.of(spec, leaves)
-    is_packed = is_own and fits(state, op, given, options)
-    plan = plan_reduction(state, call, op, options, structure, given, is_packed)
+    is_packed = is_own and fits(state, op, inputs, options)
+    plan = plan_reduction(state, call, op, options, structure, inputs, is_packed)
     if is_own and op.adds and not is_packed:
-        plan = plan._replace(sums=_plan_sums(state, op, given, options))
-    return plan, leaves, given
+        plan = plan._replace(sums=_plan_sums(state, op, inputs, options))
+    return plan, leaves, inputs
 
 
 def _execute(
     state: State,
     plan: ReducePlan,
-    given: Sequence[Any],
+    inputs: Sequence[Any],
     reduction: Reduction | None = None,
 ) -> list[Any]:
     """Return the reductions of the leaves, once the ranks agree. Collective.
@@ -273,13 +273,13 @@ def _execute(
     Args:
       state: of the strategy.
       plan: of the call.
-      given: arrays, or numbers if the plan was known.
+      inputs: arrays, or numbers if the plan was known.
       reduction: prepares the reduction to use instead of transports.
     """
     if plan.packs:
-        return reduce_packed(state, plan, given)
+        return reduce_packed(state, plan, inputs)
     # Plain numbers become arrays only here: the packed path takes them as they are.
-    values = [a if hasattr(a, "dtype") else np.asarray(a) for a in given]
+    values = [a if hasattr(a, "dtype") else np.asarray(a) for a in inputs]
     if reduction is None:
         reduction = functools.partial(prepare, state, plan=plan.sums)
     with plan.call as call:
@@ -291,7 +291,7 @@ def _execute(
 
 
 def fits(
-    state: State, op: ReduceOp, given: Sequence[Any], options: CommunicationOptions
+    state: State, op: ReduceOp, inputs: Sequence[Any], options: CommunicationOptions
 ) -> bool:
     """Return whether the ranks can exchange arrays with the comparison of calls.
 
@@ -303,13 +303,13 @@ def fits(
         limit = _ALONE_BYTES
     if limit == 0 or is_direct(options) or options.compression is not None:
         return False
-    on_gpu = sum(map(arrays.is_device_array, given))
+    on_gpu = sum(map(arrays.is_device_array, inputs))
     if on_gpu:  # each has to be copied twice
         # Down to the host, and up again.
         limit = min(limit, _GPU_BYTES)
     if on_gpu > _GPU_ARRAYS or (on_gpu and state.size == 1):
         return False
-    return arithmetic.bound_bytes(op, given) <= limit
+    return arithmetic.bound_bytes(op, inputs) <= limit
 
 
 def plan_reduction(
@@ -318,7 +318,7 @@ def plan_reduction(
     op: ReduceOp,
     options: CommunicationOptions,
     structure: Structure,
-    given: Sequence[Any],
+    inputs: Sequence[Any],
     is_packed: bool = True,
 ) -> ReducePlan:
     """Return the plan of a reduction whose arguments have been checked.
@@ -329,10 +329,10 @@ def plan_reduction(
       op: the reduction.
       options: see `CommunicationOptions`.
       structure: of the value.
-      given: the leaves as arrays.
+      inputs: the leaves as arrays.
       is_packed: whether they travel with the comparison; see `fits`.
     """
-    packs = _make_packs(op, given) if is_packed else []
+    packs = _make_packs(op, inputs) if is_packed else []
     pages, comparison = None, state.consensus.comparison
     # One rank has no pages to share; it fills arrays of its own.
     if packs and state.size > 1 and isinstance(comparison, PayloadComparison):
@@ -345,27 +345,27 @@ def plan_reduction(
         structure,
         packs,
         pages,
-        has_integers=arithmetic.may_not_fit(op, [a.dtype for a in given]),
-        is_on_gpu=any(map(arrays.is_device_array, given)),
+        has_integers=arithmetic.may_not_fit(op, [a.dtype for a in inputs]),
+        is_on_gpu=any(map(arrays.is_device_array, inputs)),
         combine=arithmetic.add_in_order if op.adds else combine,
         divisor=state.size if op is ReduceOp.MEAN else 0,
     )
 
 
-def reduce_packed(state: State, plan: ReducePlan, given: Sequence[Any]) -> list[Any]:
+def reduce_packed(state: State, plan: ReducePlan, inputs: Sequence[Any]) -> list[Any]:
     """Return reductions of leaves sent with the comparison. Collective."""
 
     def fill(pages: Sequence[Any]) -> bool:
         """Write this rank's packs; return whether their sums may overflow."""
         # One copy for all GPU arrays, before the ranks wait for each other.
-        host = state.copies.down(given) if plan.is_on_gpu else given
+        host = state.copies.down(inputs) if plan.is_on_gpu else inputs
         for pack, page in zip(plan.packs, pages):
             pack.fill(page, host)
         return plan.has_integers and any(
             arithmetic.may_overflow(page, state.size) for page in pages
         )
 
-    results: list[Any] = [None] * len(given)
+    results: list[Any] = [None] * len(inputs)
     with plan.call as call:
         if plan.pages is None:  # of one rank
             # Converted and packed as many ranks do it, which gives their dtypes
@@ -387,7 +387,7 @@ def reduce_packed(state: State, plan: ReducePlan, given: Sequence[Any]) -> list[
             plan.op is ReduceOp.PRODUCT or state.consensus.comparison.is_any_large
         ):
             _require_fit(state, plan, parts, results)
-        return state.copies.up(results, given) if plan.is_on_gpu else results
+        return state.copies.up(results, inputs) if plan.is_on_gpu else results
 
 
 def _require_fit(
@@ -753,15 +753,15 @@ def _check_integers(
         call.finish(check)
 
 
-def _make_packs(op: ReduceOp, given: Sequence[Any]) -> list[_Pack]:
+def _make_packs(op: ReduceOp, inputs: Sequence[Any]) -> list[_Pack]:
     """Return how arrays are packed: those of one dtype, with one dtype as result."""
-    out, sends = arithmetic.dtypes_to_add(op, [a.dtype for a in given])
+    out, sends = arithmetic.dtypes_to_add(op, [a.dtype for a in inputs])
     # By both dtypes: float16 and float32 go apart, though both are sent as float32
     groups: dict[Any, list[int]] = {}
     for i, kind in enumerate(zip(sends, out)):
         groups.setdefault(kind, []).append(i)
     return [
-        _pack(dtype, result, members, given)
+        _pack(dtype, result, members, inputs)
         for (dtype, result), members in groups.items()
     ]
 
@@ -770,16 +770,16 @@ def _pack(
     dtype: np.dtype[Any],
     out: np.dtype[Any],
     members: Sequence[int],
-    given: Sequence[Any],
+    inputs: Sequence[Any],
 ) -> _Pack:
     if len(members) == 1:
-        return _Pack(dtype, out, given[members[0]].shape, members[0], (), (), ())
-    scalars = tuple(i for i in members if not given[i].ndim)
-    others = tuple(i for i in members if given[i].ndim)
+        return _Pack(dtype, out, inputs[members[0]].shape, members[0], (), (), ())
+    scalars = tuple(i for i in members if not inputs[i].ndim)
+    others = tuple(i for i in members if inputs[i].ndim)
     cuts, end = [], 0
     for i in others:
-        cuts.append((slice(end, end + given[i].size), given[i].shape))
-        end += given[i].size
+        cuts.append((slice(end, end + inputs[i].size), inputs[i].shape))
+        end += inputs[i].size
     return _Pack(dtype, out, (end + len(scalars),), None, others, tuple(cuts), scalars)
 
 

@@ -57,13 +57,13 @@ def reduce_slices(
             )
         leaves, spec = nest.flatten(nest.map_leaves(local_component, value))
         sparse = [i for i, a in enumerate(leaves) if isinstance(a, IndexedSlices)]
-        given: list[Any] = []
+        inputs: list[Any] = []
         for i in sparse:
-            given += _take_slices(state, leaves[i])
-        return op, leaves, spec, sparse, given
+            inputs += _take_slices(state, leaves[i])
+        return op, leaves, spec, sparse, inputs
 
     with consensus.call(name) as call:
-        op, leaves, spec, sparse, given = call.reserve(prepare)
+        op, leaves, spec, sparse, inputs = call.reserve(prepare)
         shapes = tuple(leaves[i].dense_shape for i in sparse)
         agreed = (
             ("reduce_op", op.name),
@@ -73,11 +73,11 @@ def reduce_slices(
         )
         # The number of rows may differ between ranks; all other dimensions must
         # agree.
-        described = describe_but(given, [0] * len(given))
-        signature = CallSignature(name, agreed, nest.flatten(given)[1], described)
+        described = describe_but(inputs, [0] * len(inputs))
+        signature = CallSignature(name, agreed, nest.flatten(inputs)[1], described)
         sparse_call = consensus.call(signature, options.timeout_seconds)
-        plan = plan_gather(state, sparse_call, given, [0] * len(given), options)
-        gathered = execute_gather(state, plan, given)
+        plan = plan_gather(state, sparse_call, inputs, [0] * len(inputs), options)
+        gathered = execute_gather(state, plan, inputs)
         results: list[Any] = list(leaves)
 
         def join() -> None:
@@ -123,7 +123,7 @@ def _take_slices(state: State, slices: IndexedSlices) -> Sequence[Any]:
 
 
 def _join(
-    state: State, op: ReduceOp, given: IndexedSlices, values: Any, indices: Any
+    state: State, op: ReduceOp, inputs: IndexedSlices, values: Any, indices: Any
 ) -> IndexedSlices:
     if op is ReduceOp.MEAN:
         out = arrays.mean_dtype(values.dtype)
@@ -132,7 +132,7 @@ def _join(
         wide = values.astype(arrays.accumulator_dtype(out), copy=False)
         values = (wide / state.consensus.size).astype(out, copy=False)
     return IndexedSlices(
-        arrays.like(values, given.values),
-        arrays.like(indices, given.indices),
-        given.dense_shape,
+        arrays.like(values, inputs.values),
+        arrays.like(indices, inputs.indices),
+        inputs.dense_shape,
     )
