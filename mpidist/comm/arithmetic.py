@@ -155,8 +155,8 @@ def combine_in_order(op: ReduceOp, parts: Sequence[Any], out: Any = None) -> Any
     if len(parts) == 1:
         return parts[0]
     combine = functools.partial(_COMBINE[op], out=out)
-    found = functools.reduce(combine, parts)
-    return arrays.namespace(parts[0]).asarray(found)  # NumPy's may be a scalar
+    result = functools.reduce(combine, parts)
+    return arrays.namespace(parts[0]).asarray(result)  # NumPy's may be a scalar
 
 
 def check_product(pair: tuple[Any, Sequence[Any]], name: str) -> Any:
@@ -292,8 +292,8 @@ def combine_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
     if any(array.shape[i] == 0 for i in axes):
         shape = [n for i, n in enumerate(array.shape) if i not in axes]
         return xp.empty((0, *shape), wide)
-    found = array.min(axis=axes) if op is ReduceOp.MIN else array.max(axis=axes)
-    return xp.asarray(found).astype(wide)[None]
+    extreme = array.min(axis=axes) if op is ReduceOp.MIN else array.max(axis=axes)
+    return xp.asarray(extreme).astype(wide)[None]
 
 
 def rough_product_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
@@ -326,16 +326,16 @@ def mean_of(total: Any, length: int, dtype: np.dtype[Any]) -> Any:
     return mean.astype(arrays.mean_dtype(dtype), copy=False)
 
 
-def narrow(found: tuple[Any, Any, np.dtype[Any]], name: str, what: str = "sum") -> Any:
+def narrow(sums: tuple[Any, Any, np.dtype[Any]], name: str, what: str = "sum") -> Any:
     """Return a total in the dtype of the reduced value; integers must fit.
 
     Args:
-      found: the total, what it is in float64 where its own dtype may have overflowed
+      sums: the total, what it is in float64 where its own dtype may have overflowed
         (see `rough_sum_over`), and the dtype.
       name: of the value, for messages.
       what: the total is.
     """
-    total, rough, dtype = found
+    total, rough, dtype = sums
     if rough is not None:
         require_fit(total, rough, f"the {what} of {name}")
     # The same check on all ranks: they have the same total, so all raise or none does.
@@ -351,7 +351,7 @@ def narrow(found: tuple[Any, Any, np.dtype[Any]], name: str, what: str = "sum") 
 
 def contiguous(array: Any, dtype: np.dtype[Any]) -> Any:
     """Return `array` in C order, aligned, and in `dtype`; copies only if it must."""
-    found = array.astype(dtype, order="C", copy=False)
-    if isinstance(found, np.ndarray) and not found.flags.aligned:
-        return found.copy()  # MPI cannot move it in place
-    return found
+    converted = array.astype(dtype, order="C", copy=False)
+    if isinstance(converted, np.ndarray) and not converted.flags.aligned:
+        return converted.copy()  # MPI cannot move it in place
+    return converted

@@ -64,7 +64,7 @@ def banner(group: ReplicaGroup) -> str:
 
 
 def _describe_gpus(gpus: GpuFacts) -> str:
-    names = ", ".join(sorted({found.name for found in gpus.identities}))
+    names = ", ".join(sorted({gpu.name for gpu in gpus.identities}))
     return f"GPU ({names}{', shared' if gpus.is_shared else ''})"
 
 

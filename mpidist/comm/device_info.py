@@ -120,7 +120,9 @@ def why_no_nccl(versions: Sequence[int], identities: Sequence[GpuIdentity]) -> s
     if len(set(versions)) > 1:
         return f"the ranks have different versions of NCCL: {sorted(set(versions))}"
     # To NCCL, parts of one GPU (MIG) are the same GPU
-    if len({(found.host, found.pci_bus_id) for found in identities}) < len(identities):
+    if len({(identity.host, identity.pci_bus_id) for identity in identities}) < len(
+        identities
+    ):
         return "ranks share a GPU, which NCCL refuses"
     return ""
 
@@ -182,9 +184,9 @@ def find_support(
         return (_cached_trial(key, index) if is_open and is_first else None) or answer
 
     answers = consensus.gather_objects(_AWARE_CALL, trial)
-    found = [a for a in answers if a is not None]
+    known = [a for a in answers if a is not None]
     # All ranks must use the same transport, so the worst result counts.
-    worst = min(found, key=lambda support: support.is_aware, default=None)
+    worst = min(known, key=lambda support: support.is_aware, default=None)
     if override is None:
         assert worst is not None  # the first rank has tried
         return worst
@@ -252,10 +254,10 @@ def _has_device_memory(kinds: str) -> bool:
     Args:
       kinds: as in "system,cuda:host:device"; without restrictors all of a kind is.
     """
-    found = (kind.strip().split(":") for kind in kinds.split(","))
+    fields = (kind.strip().split(":") for kind in kinds.split(","))
     return any(
         name == "cuda" and (not restrictors or "device" in restrictors)
-        for name, *restrictors in found
+        for name, *restrictors in fields
     )
 
 

@@ -344,8 +344,8 @@ def take_side(group: ReplicaGroup, owner: Any) -> _Side:
     """
     if group.sides is None:
         group.sides = _Sides(group.closing)
-    found: _Side = group.sides.take(group, owner)
-    return found
+    side: _Side = group.sides.take(group, owner)
+    return side
 
 
 def can_be_threaded(group: ReplicaGroup, side: _Side) -> bool:
@@ -539,9 +539,11 @@ class GradientBuckets:
                 f"no gradient has the key {validation.shown(key)}; the keys are "
                 f"{list(self._leaves_of)}"
             ) from None
-        _, found, inputs = to_arrays(value)
-        if found != spec:
-            raise ArgumentError(f"gradient {key!r} must be like {spec}, not {found}")
+        _, structure, inputs = to_arrays(value)
+        if structure != spec:
+            raise ArgumentError(
+                f"gradient {key!r} must be like {spec}, not {structure}"
+            )
         for number, array in zip(numbers, inputs, strict=True):
             kind = array.dtype, tuple(array.shape)
             if kind != self._kinds[number]:

@@ -93,19 +93,23 @@ class _Resources:
             finally:  # its errors are raised on all ranks
                 self.topology.close(self.consensus.drain())
         kept = _Resources.in_use.items()
-        _Resources.in_use = {key: found for key, found in kept if found is not self}
+        _Resources.in_use = {
+            key: resources for key, resources in kept if resources is not self
+        }
 
     @classmethod
     def list_dropped(cls) -> list[_Key]:
         """Return which strategies this rank has dropped, and can still communicate."""
         if len(cls.in_use) >= cls._collect_at:
             gc.collect()  # strategies are in reference cycles
-            alive = sum(found.owner() is not None for found in cls.in_use.values())
+            alive = sum(
+                resources.owner() is not None for resources in cls.in_use.values()
+            )
             cls._collect_at = max(_COLLECT_AT, 2 * alive)
         return [
             key
-            for key, found in cls.in_use.items()
-            if found.owner() is None and found.consensus.broken is None
+            for key, resources in cls.in_use.items()
+            if resources.owner() is None and resources.consensus.broken is None
         ]
 
     @classmethod
@@ -163,13 +167,13 @@ class ReplicaGroup:
         try:
             self._set_up(devices, cross_device_ops, gpu_request)
         except Exception as error:  # it is raised on all ranks
-            found = self.topology.failures.check(error)
+            cause = self.topology.failures.check(error)
             self.consensus.close()
             if self._resources.channel is not None:
                 self._resources.channel.close()
             self.topology.close()
-            if found is not error and found is not None:
-                raise found from error
+            if cause is not error and cause is not None:
+                raise cause from error
             raise
 
     def _set_up(
@@ -201,10 +205,10 @@ class ReplicaGroup:
         node = self.topology.node
         place = self.device, node.Get_rank(), node.Get_size()
         mine = place, _Resources.list_dropped(), str(TIMELINE.read_or_default() or "")
-        found = self.consensus.gather_objects(call, lambda: mine)
-        _Resources.free_dropped([dropped for _, dropped, _ in found])
-        everyone = [place for place, _, _ in found]
-        self.timeline_folder = next((folder for *_, folder in found if folder), "")
+        gathered = self.consensus.gather_objects(call, lambda: mine)
+        _Resources.free_dropped([dropped for _, dropped, _ in gathered])
+        everyone = [place for place, _, _ in gathered]
+        self.timeline_folder = next((folder for *_, folder in gathered if folder), "")
         self.topology.devices = tuple([device for device, _, _ in everyone])
         sizes = sorted([size for _, rank, size in everyone if rank == 0])
         self.topology.node_sizes = tuple(sizes)
@@ -231,11 +235,11 @@ class ReplicaGroup:
 
         Communicators stay, but no thread uses them or memory of the node any more.
         """
-        for found in list(_Resources.in_use.values()):
-            if found.owner() is not kept and not found.topology.closed:
-                found.node_memory.release()
-                found.consensus.close()
-                found.topology.closed = True
+        for resources in list(_Resources.in_use.values()):
+            if resources.owner() is not kept and not resources.topology.closed:
+                resources.node_memory.release()
+                resources.consensus.close()
+                resources.topology.closed = True
 
     def recorders_beside(self) -> list[Recorder]:
         """Return the recorders of other threads' communicators. Not collective."""

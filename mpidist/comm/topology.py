@@ -100,7 +100,7 @@ def _ranks_that_share_memory(comm: MPI.Intracomm) -> MPI.Intracomm:
     """
     node = cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
     ranks = node.group.Translate_ranks(None, MPI.COMM_WORLD.group)
-    own = [rank for rank, found in enumerate(ranks) if found != MPI.UNDEFINED]
+    own = [rank for rank, color in enumerate(ranks) if color != MPI.UNDEFINED]
     if node.allreduce(len(own) == node.Get_size(), MPI.LAND):
         return node
     part = cast(MPI.Intracomm, node.Split(own[0]))

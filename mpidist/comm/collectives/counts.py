@@ -139,5 +139,5 @@ def _gather(
     # MPI's own call, not the tuning table, which could choose differently for small
     # sizes.
     transport.allgatherv(own, everyone, [own.size] * ranks, deadline_of(options))
-    found: list[list[int]] = everyone.tolist()
-    return found
+    counts_by_rank: list[list[int]] = everyone.tolist()
+    return counts_by_rank

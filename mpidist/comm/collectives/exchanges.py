@@ -335,13 +335,13 @@ def _divide(state: State, rows: int, lengths: Any) -> list[int]:
             "lengths must be a list with the number of rows for each replica, not "
             f"{validation.shown(lengths)}"
         )
-    found = [validation.integer("each of lengths", n, 0) for n in lengths]
-    if len(found) != ranks or sum(found) != rows:
+    sizes = [validation.integer("each of lengths", n, 0) for n in lengths]
+    if len(sizes) != ranks or sum(sizes) != rows:
         raise ArgumentError(
             f"lengths must be {ranks} numbers, one for each replica, that add up "
             f"to the {rows} rows along the axis, not {validation.shown(lengths)}"
         )
-    return found
+    return sizes
 
 
 def _reserve(

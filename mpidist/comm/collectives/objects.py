@@ -113,15 +113,15 @@ def _broadcast_text(state: State, text: str, root: int) -> str:
     # MPI itself: the text is in host memory, whatever device the strategy uses.
     transport = state.transports.with_alltoallv(is_device=False)
     assert transport is not None
-    found = np.frombuffer(text.encode(), np.uint8).copy()
-    size = np.array([found.size])
+    data = np.frombuffer(text.encode(), np.uint8).copy()
+    size = np.array([data.size])
     # The root's size first, so that the others can make room.
     transport.broadcast(size, root, None)
     if root != state.consensus.rank:
-        found = np.empty(int(size[0]), np.uint8)
-    state.transports.count(transport.name, found.nbytes)
-    transport.broadcast(found, root, None)
-    return bytes(found).decode()
+        data = np.empty(int(size[0]), np.uint8)
+    state.transports.count(transport.name, data.nbytes)
+    transport.broadcast(data, root, None)
+    return bytes(data).decode()
 
 
 def _empty(state: State, kind: Any) -> Any:

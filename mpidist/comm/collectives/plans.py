@@ -109,8 +109,8 @@ class PlanCache:
             # The cheapest lookup comes first: one array costs no tuple of kinds.
             if type(value) is np.ndarray:
                 is_whole = kind is kind_of
-                found = (value.dtype, value.shape) if is_whole else kind(value)
-                key = None if found is None else (operation, detail, found)
+                array_kind = (value.dtype, value.shape) if is_whole else kind(value)
+                key = None if array_kind is None else (operation, detail, array_kind)
                 return key, self._known.get(key), (value,), None
             structure: Any = type(value)
             if structure in _FLAT:

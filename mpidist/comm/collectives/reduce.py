@@ -677,8 +677,8 @@ def _prepare_symmetric(
     in_node = state.transports.intra_node
     assert in_node is not None
     # By their number, the arrays of all ranks of the node
-    found = enumerate(map(state.symmetric.everyone, values))
-    symmetric = {j: everyone for j, everyone in found if everyone is not None}
+    by_number = enumerate(map(state.symmetric.everyone, values))
+    symmetric = {j: everyone for j, everyone in by_number if everyone is not None}
     rest = [j for j in range(len(values)) if j not in symmetric]
     sum_rest = prepare_sums(state, [values[j] for j in rest], options)
     sums = {

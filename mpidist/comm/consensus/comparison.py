@@ -213,9 +213,9 @@ class PayloadComparison:  # not an abc.ABC, for which isinstance is slow
         """Return whether all ranks have passed the same number, and none failed."""
         number, _, address = words
         is_same, is_any_large = True, False
-        for found in everyone:
-            if found[0] != number or found[1]:
-                is_same = is_same and found[0] == number and found[1] == LARGE
+        for sent in everyone:
+            if sent[0] != number or sent[1]:
+                is_same = is_same and sent[0] == number and sent[1] == LARGE
                 is_any_large = True
         self.is_any_large = is_any_large
         self.is_same_address = address != 0 and all(w[2] == address for w in everyone)

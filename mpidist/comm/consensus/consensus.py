@@ -180,12 +180,12 @@ class Consensus:
             return Call(self, call, timeout)
         if timeout is not None:
             return Call(self, CallSignature(call), timeout)
-        found = self._bare.get(call)
-        if found is None:
+        bare = self._bare.get(call)
+        if bare is None:
             if len(self._bare) >= _MOST_BARE:
                 self._bare.clear()
-            found = self._bare[call] = Call(self, CallSignature(call), None)
-        return found
+            bare = self._bare[call] = Call(self, CallSignature(call), None)
+        return bare
 
     def require_same(
         self,
@@ -228,8 +228,10 @@ class Consensus:
             thread = self.lock.thread()
             if thread and error is None:
                 error = self.lock.ambiguity(call.operation)
-            given = Proposal(call, thread, error, timeout, yield_cpu, payload, address)
-            proposal = self._ready(given)
+            proposal = Proposal(
+                call, thread, error, timeout, yield_cpu, payload, address
+            )
+            proposal = self._ready(proposal)
             if not self._is_agreed(proposal):
                 self.settle(proposal)
             return self.comparison.is_same_address
@@ -443,8 +445,8 @@ class Consensus:
             call = CallSignature(operation, (("root", root), *agreed))
             self.require_same(call, error)
             if self.size > 1:
-                given = self.comm, payload, root
-                payload = broadcast_bytes(*given, self.wait, operation)
+                sent = self.comm, payload, root
+                payload = broadcast_bytes(*sent, self.wait, operation)
         return pickle.loads(payload)  # type: ignore[no-any-return]
 
     def gather_objects(self, operation: str, make: Callable[[], T]) -> list[T]:
@@ -511,8 +513,8 @@ class Consensus:
         depth, counts = self._thread.depth, self.progress.describe()
         others = self.lock.others()
         record = diagnostics.report_of(proposal, counts, self.rank, depth, others)
-        given = self.comm, pickle.dumps(record), self.wait, proposal.call.operation
-        records = list(map(pickle.loads, _all_gather_bytes(*given)))
+        sent = self.comm, pickle.dumps(record), self.wait, proposal.call.operation
+        records = list(map(pickle.loads, _all_gather_bytes(*sent)))
         self.by_threads = ()
         if any(r.thread != records[0].thread for r in records):
             first = diagnostics.first_thread(records)

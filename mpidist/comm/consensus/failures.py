@@ -212,12 +212,12 @@ class FailureDetector:
         """Return the error that names the ranks that have died."""
         names = name_ranks(list(self.ranks))
         have = "have" if len(self.ranks) > 1 else "has"
-        found = RankLostError(
+        error = RankLostError(
             f"{names} of {len(self._ranks)} {have} died (killed, crashed, or the node "
             "failed), so this strategy cannot communicate any more"
         )
-        found.ranks = self.ranks
-        return found
+        error.ranks = self.ranks
+        return error
 
     def check(self, error: BaseException | None) -> BaseException | None:
         """Return a RankLostError if a rank has died, whatever `error` is; else `error`.

@@ -212,7 +212,7 @@ class Recorder:
         if known is not None:
             return known
         kind = self._made
-        found = self._kinds[key] = kind, self.counters.operation(call.operation)
+        noted = self._kinds[key] = kind, self.counters.operation(call.operation)
         self._made += 1
         site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         self._texts[kind] = call.operation, site
@@ -223,7 +223,7 @@ class Recorder:
                 self._files.add(kind, call.operation, site, agreed, digest)
             except Exception as error:  # `str` of a user's object may raise anything
                 self._stop(error)
-        return found
+        return noted
 
     def _forget_kinds(self) -> None:
         """Remove all kinds of calls that are not in the ring buffer."""

@@ -33,7 +33,7 @@ def monitor_processes(comm: MPI.Intracomm, node: MPI.Intracomm) -> dict[int, int
             namespace = os.readlink(_NAMESPACE)
     mine = comm.Get_rank(), os.getpid(), namespace
     everyone = node.allgather(mine)
-    if any(found[2] != namespace for found in everyone) or namespace is None:
+    if any(process[2] != namespace for process in everyone) or namespace is None:
         return {}
     pids = {rank: pid for rank, pid, _ in everyone if pid != os.getpid()}
     try:
@@ -61,14 +61,14 @@ def ended(pids: dict[int, int]) -> list[int]:
 
 def stopped(pids: dict[int, int]) -> list[int]:
     """Return the ranks whose processes are stopped, by SIGSTOP or a debugger."""
-    found = []
+    halted = []
     for rank, pid in pids.items():
         with contextlib.suppress(OSError):
             # The state follows the name, which may contain anything: proc(5)
             state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
             if state and state[0] in (b"T", b"t"):
-                found.append(rank)
-    return sorted(found)
+                halted.append(rank)
+    return sorted(halted)
 
 
 def expect_exits() -> None:

@@ -155,7 +155,9 @@ def group_by_rank(texts: Sequence[str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         ranks.setdefault(text, []).append(rank)
-    return "; ".join(f"{text} on {name_ranks(found)}" for text, found in ranks.items())
+    return "; ".join(
+        f"{text} on {name_ranks(having)}" for text, having in ranks.items()
+    )
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

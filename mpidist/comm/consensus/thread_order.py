@@ -161,9 +161,9 @@ class ThreadOrderedLock:
             self._entered -= 1
             self._release()
         if self._check is not None:
-            found = self._check(error)
-            if found is not None and found is not error:
-                raise found from error
+            cause = self._check(error)
+            if cause is not None and cause is not error:
+                raise cause from error
 
     def let_run(self, thread: str, timeout: float | None = None) -> bool:
         """Release the lock until `thread` has held it, or cannot any more.
@@ -245,11 +245,11 @@ def joined_threads(
       frames: see `ThreadFrames`.
     """
     for frame in _callers(frames.get(thread or 0)):
-        code, found = frame.f_code, frame.f_locals
-        if code is threading.Thread.join.__code__ and found.get("timeout") is None:
-            return [found["self"]]
-        if code is Future.result.__code__ and found.get("timeout") is None:
-            return _threads_that_run(found["self"], frames)
+        code, variables = frame.f_code, frame.f_locals
+        if code is threading.Thread.join.__code__ and variables.get("timeout") is None:
+            return [variables["self"]]
+        if code is Future.result.__code__ and variables.get("timeout") is None:
+            return _threads_that_run(variables["self"], frames)
         if code is SHUTDOWN_CODE:
             main = threading.main_thread()
             return [t for t in threading.enumerate() if not t.daemon and t is not main]

@@ -246,10 +246,10 @@ class RollCall:
         if not self._told:
             return None
         silent = ~(self._arrived | self._behind)
-        found: list[int] = np.flatnonzero(
+        missing: list[int] = np.flatnonzero(
             silent if silent.any() else ~self._arrived
         ).tolist()
-        return found
+        return missing
 
     def _head(self) -> Any:
         """Return the header of an announcement: communicator and place."""

@@ -140,19 +140,19 @@ class SymmetricMemory:
         places = [self._find(value) for value in values]
         if not any(places):
             return 0
-        found = tuple((p[0].number, p[1]) if p else (-1, -1) for p in places)
-        return (hash(found) & _BITS) or 1  # of integers: alike in each process
+        offsets = tuple((p[0].number, p[1]) if p else (-1, -1) for p in places)
+        return (hash(offsets) & _BITS) or 1  # of integers: alike in each process
 
     def everyone(self, value: Any) -> list[Any] | None:
         """Return the array of each rank of the node that is symmetric to `value`.
 
         None if it is not symmetric.
         """
-        found = self._find(value)
-        root = found[0].root() if found else None
-        if found is None or root is None:
+        location = self._find(value)
+        root = location[0].root() if location else None
+        if location is None or root is None:
             return None
-        region, offset = found
+        region, offset = location
         # The same offset in the part of each rank: that is what symmetric means.
         starts = range(offset, root.size, region.part_bytes)
         return [_view(root, start, value.shape, value.dtype) for start in starts]

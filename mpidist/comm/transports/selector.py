@@ -359,5 +359,5 @@ class DeviceTransports:
         if own and self._consensus.can_free:
             with Pending("freeing memory of GPUs", self._consensus.comm):
                 reasons = self._consensus.comm.allgather(reason)
-        for found in filter(None, reasons):
-            raise CollectiveError(f"memory of GPUs cannot be freed: {found}")
+        for reason in filter(None, reasons):
+            raise CollectiveError(f"memory of GPUs cannot be freed: {reason}")

@@ -122,15 +122,15 @@ class SharedTransport(Transport):
         last = None
         # Before this barrier a neighbour may still be computing its gradient in place.
         self._synchronize("all_reduce", deadline)  # all have written their arrays
-        for given, receive in zip(everyone, receives, strict=True):
-            given, receive = [a.reshape(-1) for a in given], receive.reshape(-1)
+        for copies, receive in zip(everyone, receives, strict=True):
+            copies, receive = [a.reshape(-1) for a in copies], receive.reshape(-1)
             # With two ranks nothing goes through slots, so blocks may exceed them.
             bytes_ = _NO_COPY_BYTES if self._all_add else self._barrier.slot_bytes
             step = bytes_ // receive.dtype.itemsize
             for start in range(0, receive.size, step):
                 block = slice(start, start + step)
                 slots = [slot.view(receive.dtype) for slot in self._next_slots()]
-                inputs = [a[block] for a in given]
+                inputs = [a[block] for a in copies]
                 last = self._add(inputs, slots, receive[block], last, deadline)
         if last is not None:
             self._end(last, deadline)
@@ -176,7 +176,7 @@ class SharedTransport(Transport):
         if self._all_add:
             # Two ranks: each adds everything up itself, which moves as many bytes as
             # halves would.
-            inputs = [given[: receive.size] for given in inputs]
+            inputs = [copy[: receive.size] for copy in inputs]
             arithmetic.add_in_order(inputs, out=receive)
             return None
         edges = packing.edges(receive.size, self._adders, receive.dtype.itemsize)
@@ -190,7 +190,7 @@ class SharedTransport(Transport):
             if len(inputs) == 1:
                 total[...] = inputs[0][own]
             else:
-                arithmetic.add_in_order([given[own] for given in inputs], out=total)
+                arithmetic.add_in_order([copy[own] for copy in inputs], out=total)
             request = self._add_other_nodes(total)
         if last is not None:
             # The totals of the last block were published before the barrier above.
