@@ -120,9 +120,7 @@ def why_no_nccl(versions: Sequence[int], identities: Sequence[GpuIdentity]) -> s
     if len(set(versions)) > 1:
         return f"the ranks have different versions of NCCL: {sorted(set(versions))}"
     # To NCCL, parts of one GPU (MIG) are the same GPU
-    if len({(identity.host, identity.pci_bus_id) for identity in identities}) < len(
-        identities
-    ):
+    if len({(i.host, i.pci_bus_id) for i in identities}) < len(identities):
         return "ranks share a GPU, which NCCL refuses"
     return ""
 

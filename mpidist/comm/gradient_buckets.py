@@ -539,11 +539,9 @@ class GradientBuckets:
                 f"no gradient has the key {validation.shown(key)}; the keys are "
                 f"{list(self._leaves_of)}"
             ) from None
-        _, structure, inputs = to_arrays(value)
-        if structure != spec:
-            raise ArgumentError(
-                f"gradient {key!r} must be like {spec}, not {structure}"
-            )
+        _, nested, inputs = to_arrays(value)
+        if nested != spec:
+            raise ArgumentError(f"gradient {key!r} must be like {spec}, not {nested}")
         for number, array in zip(numbers, inputs, strict=True):
             kind = array.dtype, tuple(array.shape)
             if kind != self._kinds[number]:

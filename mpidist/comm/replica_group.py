@@ -93,18 +93,14 @@ class _Resources:
             finally:  # its errors are raised on all ranks
                 self.topology.close(self.consensus.drain())
         kept = _Resources.in_use.items()
-        _Resources.in_use = {
-            key: resources for key, resources in kept if resources is not self
-        }
+        _Resources.in_use = {key: r for key, r in kept if r is not self}
 
     @classmethod
     def list_dropped(cls) -> list[_Key]:
         """Return which strategies this rank has dropped, and can still communicate."""
         if len(cls.in_use) >= cls._collect_at:
             gc.collect()  # strategies are in reference cycles
-            alive = sum(
-                resources.owner() is not None for resources in cls.in_use.values()
-            )
+            alive = sum(r.owner() is not None for r in cls.in_use.values())
             cls._collect_at = max(_COLLECT_AT, 2 * alive)
         return [
             key

@@ -228,10 +228,8 @@ class Consensus:
             thread = self.lock.thread()
             if thread and error is None:
                 error = self.lock.ambiguity(call.operation)
-            proposal = Proposal(
-                call, thread, error, timeout, yield_cpu, payload, address
-            )
-            proposal = self._ready(proposal)
+            fields = call, thread, error, timeout, yield_cpu, payload, address
+            proposal = self._ready(Proposal(*fields))
             if not self._is_agreed(proposal):
                 self.settle(proposal)
             return self.comparison.is_same_address

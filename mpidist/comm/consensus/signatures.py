@@ -155,9 +155,7 @@ def group_by_rank(texts: Sequence[str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         ranks.setdefault(text, []).append(rank)
-    return "; ".join(
-        f"{text} on {name_ranks(having)}" for text, having in ranks.items()
-    )
+    return "; ".join(f"{text} on {name_ranks(rs)}" for text, rs in ranks.items())
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
