@@ -17,7 +17,9 @@ def consensus(comm):
     consensus = Consensus(comm.Dup())
     yield consensus
     consensus.close()
-    consensus.comm.Free()
+    # The next communicator may get its number, and would receive what is on its way
+    if consensus.drain():
+        consensus.comm.Free()
 
 
 def fail_on(comm, rank):
