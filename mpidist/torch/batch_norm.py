@@ -147,7 +147,9 @@ class _Normalise(torch.autograd.Function):
             variance, mean = torch.var_mean(wide, axes, correction=0)
             summary[1 : 1 + channels], summary[1 + channels :] = mean, variance
         with devices.on_stream_of(rows):
-            summaries = group.collectives.all_gather(_CALL, summary[None], axis=0)
+            array = devices.as_array(summary[None])
+            gathered = group.collectives.all_gather(_CALL, array, axis=0)
+            summaries = devices.as_tensor(gathered)
         # Combine them: the total variance is the mean variance of the ranks, and the
         # variance of their means
         counts = summaries[:, 0:1]
@@ -190,7 +192,9 @@ class _Normalise(torch.autograd.Function):
             devices.as_trainer(group, gradient, context.trainer, _CALL),
             devices.on_stream_of(gradient),
         ):
-            totals = group.collectives.all_reduce(call, "SUM", wide_sums)
+            array = devices.as_array(wide_sums)
+            reduced = group.collectives.all_reduce(call, "SUM", array)
+            totals = devices.as_tensor(reduced)
         by_input = None
         if context.needs_input_grad[0]:
             means = totals / context.total

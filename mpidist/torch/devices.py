@@ -1,4 +1,4 @@
-"""Tensors on GPUs: names of devices, and the order of streams and threads."""
+"""Tensors as arrays that share their memory (CuPy's on a GPU), and back."""
 
 from __future__ import annotations
 
@@ -10,9 +10,32 @@ from typing import Any
 import torch
 
 from mpidist.comm.replica_group import ReplicaGroup
+from mpidist.device import arrays
 from mpidist.device.streams import external_stream
 from mpidist.errors import ContextError
 from mpidist.torch.weights import tensors_in
+
+
+def is_on_gpu(tensor: Any) -> bool:
+    """Return whether a tensor is on a GPU."""
+    return bool(tensor.device.type == "cuda")
+
+
+def as_array(tensor: Any) -> Any:
+    """Return an array that shares a tensor's memory.
+
+    On a GPU, work queued on CuPy's current stream afterwards waits for the work queued
+    on PyTorch's current stream.
+    """
+    tensor = tensor.detach()
+    return arrays.to_array(tensor) if is_on_gpu(tensor) else tensor.numpy()
+
+
+def as_tensor(array: Any) -> Any:
+    """Return a tensor that shares an array's memory; see `as_array`."""
+    if arrays.is_device_array(array):
+        return torch.from_dlpack(array)
+    return torch.from_numpy(array)
 
 
 def on_stream_of(tensor: Any) -> contextlib.AbstractContextManager[Any]:
@@ -20,7 +43,7 @@ def on_stream_of(tensor: Any) -> contextlib.AbstractContextManager[Any]:
 
     So this library's work on the tensor is ordered with PyTorch's.
     """
-    if not tensor.is_cuda:
+    if not is_on_gpu(tensor):
         return contextlib.nullcontext()
     stream = torch.cuda.current_stream(tensor.device)
     return external_stream(stream.cuda_stream, tensor.device.index)
@@ -28,7 +51,7 @@ def on_stream_of(tensor: Any) -> contextlib.AbstractContextManager[Any]:
 
 def device_name(tensor: Any) -> str:
     """Return the name of a tensor's device, as of a replica: "GPU:0" or "CPU:0"."""
-    kind = "GPU" if tensor.is_cuda else tensor.device.type.upper()
+    kind = "GPU" if is_on_gpu(tensor) else tensor.device.type.upper()
     return f"{kind}:{tensor.device.index or 0}"
 
 
@@ -73,7 +96,7 @@ def as_trainer(
         cannot be used any more; other ranks get a CollectiveError.
     """
     lock = group.consensus.lock
-    if not tensor.is_cuda or threading.get_ident() == trainer:
+    if not is_on_gpu(tensor) or threading.get_ident() == trainer:
         return contextlib.nullcontext()
     if trainer != lock.creator:
         error = ContextError(

@@ -41,12 +41,12 @@ def tensors_pass_for_cuda(monkeypatch):
     def as_array(tensor):
         return cupy.asarray(tensor.detach().resolve_conj().resolve_neg().numpy())
 
-    def place_of(tensor):
+    def device_name(tensor):
         return "META:0" if tensor.is_meta else f"GPU:{cupy.cuda.Device().id}"
 
     patches = {
         "is_on_gpu": lambda tensor: not tensor.is_meta,
-        "place_of": place_of,
+        "device_name": device_name,
         "as_array": as_array,
         "as_tensor": lambda array: torch.from_numpy(array.get()),
         "on_stream_of": lambda tensor: cupy.cuda.get_current_stream(),
