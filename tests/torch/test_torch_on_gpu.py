@@ -126,6 +126,6 @@ def test_buffers_and_synchronous_batch_norm(strategy, device, in_thread):
 
 
 def test_a_model_elsewhere_is_refused(strategy, monkeypatch):
-    monkeypatch.setattr(devices, "place_of", lambda tensor: "GPU:7")
+    monkeypatch.setattr(devices, "device_name", lambda tensor: "GPU:7")
     with pytest.raises(mpidist.ArgumentError, match="this replica on GPU:"):
         DistributedDataParallel(nn.Linear(2, 2), strategy)
