@@ -353,22 +353,6 @@ class ReplicaGroup:
         self.topology.require_open()
         return self.collectives.broadcast(operation, value, root=0)
 
-    def require_equal(self, operation: str, value: Any) -> None:
-        """Raise if the arrays of `value` are not equal on all replicas. Collective.
-
-        Checksums of all their bytes are compared.
-        """
-        self.topology.require_open()
-        leaves, spec = nest.flatten(value)
-        self.consensus.run(
-            operation,
-            lambda: tuple(
-                (a.dtype.name, a.shape, f"checksum {arrays.checksum(a)}")
-                for a in leaves
-            ),
-            same=lambda described: CallSignature(operation, (), spec, described),
-        )
-
     def _prepare_sums(
         self, values: Sequence[Any], options: CommunicationOptions
     ) -> Callable[[], list[Any]]:

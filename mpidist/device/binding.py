@@ -141,13 +141,6 @@ def cupy_version() -> str:
     return str(cupy.__version__)
 
 
-def cuda_versions() -> tuple[int, int]:
-    """Return the CUDA versions of the driver and of the runtime, such as 13000."""
-    from cupy.cuda import runtime
-
-    return int(runtime.driverGetVersion()), int(runtime.runtimeGetVersion())
-
-
 def nccl_version() -> int:
     """Return the version of CuPy's NCCL, such as 22703; 0 if it has none."""
     try:

@@ -25,11 +25,6 @@ _SPAN_BYTES = 32768
 _NARROW = ("float16", "bfloat16")
 
 
-def can_add(dtype: np.dtype[Any]) -> bool:
-    """Return whether `add_parts` supports `dtype`."""
-    return _kernel_name(dtype) is not None
-
-
 @functools.cache
 def _kernel_name(dtype: np.dtype[Any]) -> str | None:
     """Return the name of the kernel that adds numbers of `dtype`; None if none does."""

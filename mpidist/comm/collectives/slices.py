@@ -89,8 +89,7 @@ def reduce_slices(
             join()
         else:
             call.finish(join)
-    # Outside of the lock, as this is a collective of its own with a lock of its
-    # own.
+    # A collective of its own, within the call that `all_reduce` has opened
     dense = [i for i in range(len(leaves)) if i not in set(sparse)]
     if dense:
         reduced = reduce_dense(op, [leaves[i] for i in dense])
