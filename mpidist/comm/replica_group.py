@@ -150,6 +150,8 @@ class ReplicaGroup:
         self._variables: weakref.WeakValueDictionary[int, Any]
         self._variables = weakref.WeakValueDictionary()
         self.closing: list[Callable[[], None]] = []
+        # Called with each batch of a distributed dataset, by the iterators in `data`
+        self.batch_watchers: list[Callable[..., None]] = []
         self._resources = _Resources(
             weakref.ref(self),
             self.topology,

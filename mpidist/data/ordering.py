@@ -321,7 +321,7 @@ class Concatenate(MapDataset):
     def replace_parents(self, change: Callable[[MapDataset], MapDataset]) -> MapDataset:
         return Concatenate(change(self._first), change(self._second))
 
-    def _find(self, i: int) -> tuple[MapDataset, int]:
+    def find(self, i: int) -> tuple[MapDataset, int]:
         """Return the dataset with element `i`, and the index in that dataset."""
         before = self._first.length
         if before is None or i < before:
@@ -330,7 +330,7 @@ class Concatenate(MapDataset):
 
     def element(self, epoch: Epoch, i: int) -> Any:
         self._require_like()
-        pipeline, i = self._find(i)
+        pipeline, i = self.find(i)
         return pipeline.element(epoch, i)
 
     def _parts(
@@ -358,12 +358,12 @@ class Concatenate(MapDataset):
         return merge([part.element_list(epoch, rows) for part, rows in parts], origins)
 
     def batch_rows(self, epoch: Epoch, i: int) -> int:
-        pipeline, i = self._find(i)
+        pipeline, i = self.find(i)
         return pipeline.batch_rows(epoch, i)
 
     def local_batch(self, epoch: Epoch, i: int, share: BatchShare) -> Any:
         self._require_like()
-        pipeline, i = self._find(i)
+        pipeline, i = self.find(i)
         return pipeline.local_batch(epoch, i, share)
 
     def example(self, epoch: Epoch) -> Any:

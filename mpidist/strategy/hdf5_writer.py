@@ -25,8 +25,10 @@ from mpidist.hdf5.shard_writer import (
     StorageOptions,
     clean_name,
     common_fields,
+    to_arrays,
     write_vds,
 )
+from mpidist.strategy.dataset_order import DatasetOrder
 from mpidist.strategy.strategy import Strategy
 from mpidist.util import validation
 from mpidist.util.files import (
@@ -41,6 +43,7 @@ from mpidist.util.representation import one_line
 T = TypeVar("T")
 _OPEN = "Hdf5Writer"
 _CLOSE = "Hdf5Writer.close"
+_ORDERS = ("rank", "dataset")
 # How long a network file system may need to show a new file on other nodes
 _VISIBLE_SECONDS = 10.0
 
@@ -62,6 +65,15 @@ class Hdf5Writer:
     has no file. `Dataset.from_hdf5` reads the index, or the pattern
     `"features-*-of-*.h5"`.
 
+    By default rows are in the order of the ranks: first all rows that rank 0 appended.
+    So predictions for a distributed dataset are in another order than the dataset, on
+    any number of ranks but one. With `order="dataset"`, row i of the file belongs to
+    row i of the dataset, on any number of ranks, shuffled or not: append, for each
+    batch of a distributed dataset, one row for each row of this replica's part, before
+    the next batch is taken. If `close` finds that rows of the dataset were not
+    appended, or twice, it raises. (Rows are exchanged in `close`, which writes them a
+    second time. Batches of a generator keep their order.)
+
     Use it in a `with` block; leaving the block is collective. The index appears last,
     when the rows of all ranks are on the disk. If a rank leaves the block by an
     exception, all ranks raise and the files are removed. A killed job leaves `*.tmp`
@@ -80,6 +92,9 @@ class Hdf5Writer:
       shuffle: whether to reorder bytes first, which helps compression.
       overwrite: whether to replace an existing index and its shards. They are kept
         until all new rows are on disk; then the old index is removed first.
+      order: "rank" or "dataset".
+      fill_value: with `order="dataset"`, the value of rows that were not appended, as
+        after an iterator was restored in an epoch; by default they are an error.
 
     Raises, on all ranks:
       ArgumentError: an invalid option; the files exist and `overwrite` is False.
@@ -95,6 +110,17 @@ class Hdf5Writer:
       >>> with h5py.File("features.h5") as file:
       ...     print(file["label"][:])
       [0 0 1 1]
+
+      Predictions in the order of the dataset:
+
+      >>> rows = mpidist.Dataset.range(5).shuffle(seed=1).batch(2)
+      >>> batches = strategy.experimental_distribute_dataset(rows)
+      >>> with mpidist.Hdf5Writer(strategy, "squares.h5", order="dataset") as writer:
+      ...     for batch in batches:
+      ...         writer.append(strategy.run(np.square, args=(batch,)))
+      >>> with h5py.File("squares.h5") as file:
+      ...     print(file["data"][:])
+      [ 0  1  4  9 16]
     """
 
     def __init__(
@@ -108,6 +134,8 @@ class Hdf5Writer:
         compression_level: int | None = None,
         shuffle: bool = False,
         overwrite: bool = False,
+        order: str = "rank",
+        fill_value: Any = None,
     ):
         if not isinstance(strategy, Strategy):
             raise ArgumentTypeError(
@@ -117,6 +145,7 @@ class Hdf5Writer:
         self._extended.topology.require_open()
         self._shard: ShardWriter | None = None
         self._index: AtomicHdf5File | None = None
+        self._order: DatasetOrder | None = None
         self._closed = False
 
         def check() -> tuple[Path, Path, str, StorageOptions]:
@@ -124,6 +153,11 @@ class Hdf5Writer:
             storage = StorageOptions(
                 chunk_rows, compression, compression_level, shuffle
             )
+            if order not in _ORDERS or (fill_value is not None and order == "rank"):
+                raise ArgumentError(
+                    f"order must be one of {_ORDERS}, not {validation.shown(order)}; "
+                    f"fill_value={validation.shown(fill_value)} needs 'dataset'"
+                )
             named = _check_path(path)
             whole = validation.absolute("path", path)
             return named, whole, clean_name(dataset), storage
@@ -131,13 +165,17 @@ class Hdf5Writer:
         def agreed(checked: tuple[Path, Path, str, StorageOptions]) -> Fields:
             named, _, dataset, storage = checked
             where = ("path", str(named)), ("dataset", dataset)
-            return (*where, ("storage", str(storage)), ("overwrite", str(overwrite)))
+            filled = ("order", order), ("fill_value", str(fill_value))
+            stored = ("storage", str(storage)), ("overwrite", str(overwrite))
+            return (*where, *stored, *filled)
 
         consensus = self._extended.consensus
         checked = consensus.run(_OPEN, check, same=agreed)
-        _, self._path, self._dataset, storage = checked
+        _, self._path, self._dataset, self._storage = checked
         consensus.root_only(_OPEN, self._checked(self._require_free))
-        self._or_discard(lambda: self._create(storage))
+        self._or_discard(self._create)
+        if order == "dataset":
+            self._order = DatasetOrder(self._extended, self._path, fill_value)
 
     def __repr__(self) -> str:
         def describe() -> str:
@@ -170,8 +208,14 @@ class Hdf5Writer:
         if self._closed or self._shard is None:
             raise ContextError(f"{self._path}: append was called on a closed writer")
         self._extended.topology.require_open()
-        is_mapping = isinstance(rows, Mapping)
-        self._shard.append(rows if is_mapping else {self._dataset: rows})
+        by_name = rows if isinstance(rows, Mapping) else {self._dataset: rows}
+        if self._order is None:
+            self._shard.append(by_name)
+            return
+        checked = to_arrays(by_name)
+        located = self._order.locate(len(next(iter(checked.values()))))
+        self._shard.append(checked)
+        self._order.keep(located)
 
     def close(self) -> None:
         """Complete the files and write the index. Collective.
@@ -185,6 +229,8 @@ class Hdf5Writer:
         """
         if not self._closed:
             self._closed = True
+            if self._order is not None:
+                self._order.close()
             self._or_discard(self._complete)
 
     def __enter__(self) -> Hdf5Writer:
@@ -209,19 +255,23 @@ class Hdf5Writer:
         else:
             self.close()
 
-    def _create(self, storage: StorageOptions) -> None:
+    def _create(self) -> None:
         """Create this rank's file; check on rank 0 that the directory is shared."""
         extended = self._extended
-        path = _shard_path(self._path, extended.replica_id, extended.num_replicas)
 
         def create() -> str:
-            self._shard = ShardWriter(path, storage)
+            self._shard = self._new_shard()
             return self._shard.temporary.name
 
         name = extended.consensus.run(_OPEN, create)
         names = extended.consensus.gather_objects(_OPEN, lambda: name)
         look = functools.partial(_require_visible, self._path.parent, names)
         extended.consensus.root_only(_OPEN, look)
+
+    def _new_shard(self) -> ShardWriter:
+        extended = self._extended
+        path = _shard_path(self._path, extended.replica_id, extended.num_replicas)
+        return ShardWriter(path, self._storage)
 
     def _complete(self) -> None:
         consensus = self._extended.consensus
@@ -230,6 +280,9 @@ class Hdf5Writer:
         parts = consensus.gather_objects(_CLOSE, lambda: part)
         # Raises the same on all ranks
         fields = common_fields(_CLOSE, [part.fields for part in parts])
+        if self._order is not None:
+            part = consensus.run(_CLOSE, self._rearrange, self._order, fields)
+            parts = consensus.gather_objects(_CLOSE, lambda: part)
         write = functools.partial(self._write_index, parts, fields)
         consensus.root_only(_CLOSE, self._checked(write))
         self._publish()
@@ -238,6 +291,16 @@ class Hdf5Writer:
         assert self._shard is not None
         self._shard.finish()
         return _Part(self._shard.path.name, self._shard.rows, self._shard.fields)
+
+    def _rearrange(self, order: DatasetOrder, fields: Sequence[FieldSpec]) -> _Part:
+        """Replace this rank's file by one with the rows that come next in order."""
+        assert self._shard is not None
+        appended, self._shard = self._shard, self._new_shard()
+        try:
+            order.rearrange(_CLOSE, appended.temporary, fields, self._shard)
+        finally:
+            appended.discard()
+        return self._finish()
 
     def _write_index(self, parts: Sequence[_Part], fields: Sequence[FieldSpec]) -> None:
         """Write the index under a temporary name, and remove earlier output."""
@@ -294,6 +357,8 @@ class Hdf5Writer:
     def _discard(self) -> None:
         """Remove unpublished files. Not collective."""
         self._closed = True
+        if self._order is not None:
+            self._order.close()
         if self._shard is not None:
             self._shard.discard()
         if self._index is not None:

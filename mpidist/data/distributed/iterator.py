@@ -182,6 +182,8 @@ class DistributedIterator:
         """Return a batch as the user gets it: a nest of `PerReplica`."""
         extended = self._plan.extended
         replica, replicas = extended.replica_id, extended.num_replicas
+        for watch in extended.batch_watchers:
+            watch(self._plan, self._epoch, self._step - 1, local_batch.batch)
         return values.regroup(local_batch.batch, replica, replicas)
 
     def get_state(self) -> dict[str, int]:

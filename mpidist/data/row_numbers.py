@@ -1,0 +1,118 @@
+"""The numbers of the rows of a batch in a dataset, as it is without its shuffles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpidist.data.batching import Batch, Map
+from mpidist.data.caching import CacheBase, first_epoch
+from mpidist.data.combining import Zip
+from mpidist.data.iter_dataset import IterDataset
+from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation, walk
+from mpidist.data.ordering import (
+    Concatenate,
+    IterShuffle,
+    Repeat,
+    Shuffle,
+    Window,
+)
+from mpidist.data.sources import Positions
+from mpidist.util.shares import BatchShare
+
+
+class UnknownRowsError(Exception):
+    """It is not known where the rows of a batch come from."""
+
+
+def is_shuffled(dataset: MapDataset | IterDataset) -> bool:
+    """Return whether a dataset has a shuffle somewhere."""
+    return any(isinstance(part, Shuffle | IterShuffle) for part in walk(dataset))
+
+
+def of_batch(dataset: Any, epoch: Epoch, step: int, share: BatchShare) -> Positions:
+    """Return the numbers of a replica's rows of batch `step`.
+
+    Row n is the n-th of the dataset without its shuffles. What comes after a shuffle
+    does not renumber the rows: those that `take` leaves out are missing.
+
+    Args:
+      dataset: of batches.
+      epoch: the iteration.
+      step: the number of the batch in it.
+      share: the replica's part of each batch.
+
+    Raises:
+      UnknownRowsError: the batches are not slices of rows with numbers.
+    """
+    if isinstance(dataset, Batch):
+        rows = dataset.positions(epoch, step, share)
+        return _of_rows(dataset.parents[0], epoch, np.arange(rows.start, rows.stop))
+    if isinstance(dataset, Concatenate):
+        part, i = dataset.find(step)
+        before = 0 if part is dataset.parents[0] else _count_rows(dataset.parents[0])
+        return before + of_batch(part, epoch, i, share)
+    if isinstance(dataset, Zip) and not is_shuffled(dataset):
+        return of_batch(dataset.parents[0], epoch, step, share)
+    if isinstance(dataset, CacheBase):
+        epoch = first_epoch(dataset.parent, epoch)
+    elif isinstance(dataset, Repeat):
+        inner, i = dataset.locate_one(epoch, step)
+        before = _count_rows(dataset.parents[0]) if i != step else 0
+        repetition = (step - i) // (dataset.parents[0].length or 1)
+        return repetition * before + of_batch(dataset.parents[0], inner, i, share)
+    elif isinstance(dataset, Window) and not is_shuffled(dataset):
+        start = dataset.locate_one(epoch, 0)[1]
+        before = of_batch(dataset.parents[0], epoch, start, BatchShare(1, 0))[:1].sum()
+        return of_batch(dataset.parents[0], epoch, start + step, share) - before
+    elif not isinstance(dataset, Map | Shuffle | Window):
+        raise UnknownRowsError
+    return of_batch(dataset.parents[0], *dataset.locate_one(epoch, step), share)
+
+
+def _of_rows(dataset: MapDataset, epoch: Epoch, positions: Positions) -> Positions:
+    """Return the numbers of the rows at some positions."""
+    if not is_shuffled(dataset):
+        return positions
+    if isinstance(dataset, Repeat | Concatenate):
+        return _of_sections(dataset, epoch, positions)
+    if isinstance(dataset, CacheBase):
+        epoch = first_epoch(dataset.parent, epoch)
+    elif not isinstance(dataset, MapTransformation) or isinstance(dataset, Batch):
+        raise UnknownRowsError
+    return _of_rows(dataset.parents[0], epoch, dataset.locate(epoch, positions))
+
+
+def _of_sections(
+    dataset: Repeat | Concatenate, epoch: Epoch, positions: Positions
+) -> Positions:
+    """Return numbers of rows of a dataset that consists of others, one by one."""
+    first, *others = dataset.parents
+    rows = first.length
+    if rows is None:
+        return _of_rows(first, epoch, positions)
+    sections = positions // max(rows, 1)
+    if others:
+        sections = np.minimum(sections, 1)
+    numbers = np.empty_like(positions)
+    for section in np.unique(sections).tolist():
+        here, start = sections == section, section * rows
+        part, within = first, epoch
+        if isinstance(dataset, Repeat):
+            within, _ = dataset.locate_one(epoch, start)
+        elif section:
+            part = others[0]
+        numbers[here] = start + _of_rows(part, within, positions[here] - start)
+    return numbers
+
+
+def _count_rows(dataset: MapDataset) -> int:
+    """Return the number of rows of a dataset of batches."""
+    rows = dataset.unbatched()
+    while rows is None and isinstance(dataset, Map | CacheBase | Shuffle):
+        dataset = dataset.parents[0]
+        rows = dataset.unbatched()
+    if rows is None or rows.length is None:
+        raise UnknownRowsError
+    return rows.length

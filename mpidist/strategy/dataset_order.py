@@ -1,0 +1,221 @@
+"""Rows that replicas append for each batch, in the order of the dataset."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpidist.data import row_numbers
+from mpidist.data.distributed.reader import ReadPlan
+from mpidist.data.map_dataset import Epoch
+from mpidist.data.sources import Positions
+from mpidist.errors import ArgumentError, DataError
+from mpidist.hdf5.read import Hdf5Rows
+from mpidist.hdf5.shard_writer import FieldSpec, ShardWriter
+from mpidist.strategy.extended import StrategyExtended
+from mpidist.util import nest
+
+# Rows that a rank receives at a time
+_ROUND_BYTES = 16 << 20
+
+
+class _Batch(NamedTuple):
+    """A replica's part of a batch of a distributed dataset."""
+
+    plan: ReadPlan
+    epoch: Epoch
+    step: int
+    rows: int
+
+
+class DatasetOrder:
+    """Knows where the rows appended for each batch belong, and brings them there.
+
+    Batches are those of one distributed dataset of the strategy, as its iterators
+    return them. Rows whose numbers in the dataset are not known keep the order of the
+    batches.
+
+    Args:
+      extended: of the strategy.
+      path: of the index, for messages.
+      fill_value: of rows that were not appended; None if there must be none.
+    """
+
+    def __init__(self, extended: StrategyExtended, path: Path, fill_value: Any):
+        self._extended = extended
+        self._path = path
+        self._fill_value = fill_value
+        self._plan = 0  # the identity of that of the dataset
+        self._last: dict[int, _Batch] = {}  # by dataset, if nothing was appended for it
+        self._numbers: list[Positions] = []  # in the dataset, of each appended batch
+        self._steps: list[tuple[int, int, int]] = []  # or epoch, step and rows of each
+        extended.batch_watchers.append(self._watch)
+
+    def close(self) -> None:
+        """Watch no batches any more."""
+        if self._watch in self._extended.batch_watchers:
+            self._extended.batch_watchers.remove(self._watch)
+
+    def _watch(self, plan: ReadPlan, epoch: Epoch, step: int, batch: Any) -> None:
+        lengths = [len(leaf) for leaf in nest.flatten(batch)[0] if np.ndim(leaf)]
+        self._last[id(plan)] = _Batch(plan, epoch, step, max(lengths, default=0))
+
+    def locate(self, rows: int) -> Any:
+        """Return where rows for the last batch belong; pass it to `keep`.
+
+        Raises:
+          ArgumentError: it is not one row for each row of that batch; or the order of
+            the dataset is not known.
+        """
+        plans = [self._plan] if self._plan in self._last else list(self._last)
+        if len(plans) != 1:
+            what = f"batches of {len(plans)} distributed datasets" if plans else ""
+            raise ArgumentError(
+                "append: with order='dataset', append the rows of each batch of one "
+                "distributed dataset, once, before the next batch is taken; since the "
+                f"last append {what or 'no batch'} came"
+            )
+        batch = self._last[plans[0]]
+        if rows != batch.rows:
+            raise ArgumentError(
+                f"append got {rows} rows for a batch with {batch.rows} rows on this "
+                "replica; with order='dataset', append one row for each row"
+            )
+        if not batch.plan.is_global:
+            raise ArgumentError(
+                "append: order='dataset' needs batches that the replicas divide; here "
+                "each replica reads a dataset of its own"
+            )
+        pipeline, share = batch.plan.pipeline, batch.plan.share
+        try:
+            numbers = row_numbers.of_batch(pipeline, batch.epoch, batch.step, share)
+        except row_numbers.UnknownRowsError:
+            if row_numbers.is_shuffled(pipeline):
+                raise ArgumentError(
+                    "append: order='dataset' does not know the rows of this dataset: "
+                    "it is shuffled before a zip, or read from a generator"
+                ) from None
+            return batch, (batch.epoch.number, batch.step, rows)
+        return batch, numbers
+
+    def keep(self, located: Any) -> None:
+        """Record that the rows were appended; see `locate`."""
+        batch, where = located
+        self._plan = id(batch.plan)
+        self._last.clear()
+        (self._steps if isinstance(where, tuple) else self._numbers).append(where)
+
+    def rearrange(
+        self, call: str, spilled: Path, fields: Sequence[FieldSpec], to: ShardWriter
+    ) -> None:
+        """Write the rows of all ranks in order: to each rank's file, the next rows.
+
+        Collective.
+
+        Args:
+          call: the public call, for messages.
+          spilled: the file with this rank's rows, as appended.
+          fields: the datasets.
+          to: this rank's new file.
+
+        Raises, on some rank:
+          ArgumentError: rows were appended twice.
+          DataError: rows are missing, or cannot be read.
+        """
+        extended = self._extended
+        numbers = self._numbers_of_rows(call)
+        order = np.argsort(numbers, kind="stable")
+        numbers = numbers[order]
+        end = int(numbers.max(initial=-1)) + 1
+        total = max(extended.consensus.gather_objects(call, lambda: end))
+        ranks, rank = extended.num_replicas, extended.replica_id
+        edges = [total * r // ranks for r in range(ranks + 1)]
+        most = max(b - a for a, b in itertools.pairwise(edges))
+        step = max(1, _ROUND_BYTES // max(1, sum(f.row_bytes for f in fields)))
+        source = Hdf5Rows([spilled], tuple(f.name for f in fields), threads=1)
+        source.retain()
+        try:
+            for start in range(0, most, step):
+                windows = [
+                    (min(a + start, b), min(a + start + step, b))
+                    for a, b in itertools.pairwise(edges)
+                ]
+                cuts = np.searchsorted(numbers, windows)
+                mine = np.concatenate([np.arange(*cut) for cut in cuts])
+                # A file without rows has no datasets
+                columns = [np.empty((0, *f.row_shape), f.dtype) for f in fields]
+                if mine.size:
+                    columns = source.read(order[mine])
+                sent = [numbers[mine], *map(_as_bytes, columns)]
+                lengths = np.diff(cuts)[:, 0].tolist()
+                received = extended.collectives.all_to_all(call, sent, 0, lengths, None)
+                to.append(self._place(received, windows[rank], fields))
+        finally:
+            source.release()
+
+    def _numbers_of_rows(self, call: str) -> Positions:
+        """Return the number of each row that this rank appended. Collective."""
+        everyone = self._extended.consensus.gather_objects(call, lambda: self._steps)
+        if not any(everyone):
+            return np.concatenate([np.arange(0), *self._numbers])
+        # In the order of the batches; of each, those of rank 0 come first
+        sizes = [
+            (epoch, step, rank, rows)
+            for rank, steps in enumerate(everyone)
+            for epoch, step, rows in steps
+        ]
+        starts: dict[tuple[int, int], int] = {}
+        end = 0
+        for epoch, step, rank, rows in sorted(sizes):
+            if rank == self._extended.replica_id:
+                starts[epoch, step] = end
+            end += rows
+        return np.concatenate(
+            [np.arange(0)]
+            + [np.arange(n) + starts[epoch, step] for epoch, step, n in self._steps]
+        )
+
+    def _place(
+        self,
+        received: Sequence[Any],
+        window: tuple[int, int],
+        fields: Sequence[FieldSpec],
+    ) -> dict[str, Any]:
+        """Return the rows of a window, by the name of their dataset."""
+        start, stop = window
+        numbers, *columns = received
+        counts = np.bincount(numbers - start, minlength=stop - start)
+        if counts.max(initial=0) > 1:
+            raise ArgumentError(
+                f"{self._path}: row {start + int(counts.argmax())} of the dataset was "
+                "appended more than once; with order='dataset', a file has one epoch"
+            )
+        missing = np.flatnonzero(counts == 0)
+        if missing.size and self._fill_value is None:
+            raise DataError(
+                f"{self._path}: row {start + int(missing[0])} of the dataset, and "
+                f"{missing.size - 1} more of rows {start}..{stop - 1}, were not "
+                "appended; iterate over a whole epoch, without drop_remainder, or pass "
+                "a fill_value"
+            )
+        placed = {}
+        for field, column in zip(fields, columns, strict=True):
+            rows = np.empty((stop - start, *field.row_shape), field.dtype)
+            if missing.size:
+                rows[missing] = self._fill_value
+            if field.row_bytes:
+                values = column.view(field.dtype)
+                rows[numbers - start] = values.reshape(-1, *field.row_shape)
+            placed[field.name] = rows
+        return placed
+
+
+def _as_bytes(rows: Any) -> Any:
+    """Return rows as arrays of bytes: `all_to_all` takes numbers alone."""
+    rows = np.ascontiguousarray(rows)
+    size = rows.dtype.itemsize * int(np.prod(rows.shape[1:]))
+    return np.frombuffer(rows.tobytes(), np.uint8).reshape(len(rows), size)
