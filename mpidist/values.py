@@ -385,12 +385,12 @@ _COMMON = _WITH_COMPONENT | {np.ndarray, float, int, bool, str}
 _COMMON |= {np.float64, np.float32, np.bool_}
 
 
-def regroup(value: Any, replica_id: int, num_replicas: int) -> Any:
-    """Return a nest of `PerReplica`; with one replica, the nest itself.
+def regroup(value: Any, replica_id: int) -> Any:
+    """Return a nest of `PerReplica` of this replica's components.
 
     None, variables and distributed values are left as they are.
     """
-    if num_replicas == 1 or value is None or isinstance(value, DistributedValues):
+    if value is None or isinstance(value, DistributedValues):
         return value
     kind = type(value)
     if kind in _COMMON:

@@ -175,10 +175,7 @@ def test_run_keeps_the_structure_of_results(strategy):
     assert isinstance(sub, Sub)
     assert [local(v) for v in (first, nested[0], mapping["b"], sub["a"])] == [rank] * 4
     assert nested[1] is None
-    if strategy.num_replicas_in_sync > 1:
-        assert isinstance(first, mpidist.PerReplica)
-    else:
-        assert first == rank
+    assert isinstance(first, mpidist.PerReplica)  # also with one replica
 
 
 def test_run_returns_none_and_variables_bare(strategy):

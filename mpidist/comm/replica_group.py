@@ -150,6 +150,8 @@ class ReplicaGroup:
         self._variables: weakref.WeakValueDictionary[int, Any]
         self._variables = weakref.WeakValueDictionary()
         self.closing: list[Callable[[], None]] = []
+        # Values of the default strategy's one replica are no `PerReplica`
+        self.is_default = False
         # Called with each batch of a distributed dataset, by the iterators in `data`
         self.batch_watchers: list[Callable[..., None]] = []
         self._resources = _Resources(

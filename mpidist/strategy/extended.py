@@ -138,8 +138,9 @@ class StrategyExtended(ReplicaGroup):
     ) -> Any:
         validation.function("merge_fn", merge_fn)
         args, kwargs = validation.call_arguments(args, kwargs)
-        args = regroup(args, self.replica_id, self.num_replicas)
-        kwargs = kwargs and regroup(kwargs, self.replica_id, self.num_replicas)
+        if not self.is_default:
+            args = regroup(args, self.replica_id)
+            kwargs = kwargs and regroup(kwargs, self.replica_id)
         with self._in_cross_replica:
             return merge_fn(self.strategy, *args, **kwargs)
 
@@ -222,7 +223,9 @@ class StrategyExtended(ReplicaGroup):
         self.topology.require_open()
         require_cross_replica(self.strategy, "reduce_to")
         ops = self.cross_device_ops
-        return self._bare_if_alone(ops.reduce(reduce_op, value, destinations, options))
+        return self._bare_if_default(
+            ops.reduce(reduce_op, value, destinations, options)
+        )
 
     def batch_reduce_to(
         self,
@@ -243,18 +246,18 @@ class StrategyExtended(ReplicaGroup):
         require_cross_replica(self.strategy, "batch_reduce_to")
         ops = self.cross_device_ops
         results = ops.batch_reduce(reduce_op, value_destination_pairs, options)
-        return [self._bare_if_alone(result) for result in results]
+        return [self._bare_if_default(result) for result in results]
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Return replica 0's `tensor`, `Mirrored`; see `CrossDeviceOps.broadcast`."""
         self.topology.require_open()
         require_cross_replica(self.strategy, "broadcast_to")
-        return self._bare_if_alone(
+        return self._bare_if_default(
             self.cross_device_ops.broadcast(tensor, destinations)
         )
 
-    def _bare_if_alone(self, value: Any) -> Any:
-        return value if self.num_replicas > 1 else local_component(value)
+    def _bare_if_default(self, value: Any) -> Any:
+        return local_component(value) if self.is_default else value
 
     def read_var(self, v: Any) -> Any:
         """Return the value of a variable; collective where `Variable.value` is."""

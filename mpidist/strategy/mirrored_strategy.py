@@ -119,6 +119,7 @@ class _DefaultStrategy(StrategyV1):
                 strategy, ["CPU:0"], communicator=MPI.COMM_SELF
             )
         )
+        self._extended.is_default = True
 
     def reduce(
         self, reduce_op: ReduceOp | str, value: Any, axis: Axis | None = None

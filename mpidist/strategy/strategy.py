@@ -134,7 +134,7 @@ class Strategy:
 
         Returns:
           The result of `fn`, with each leaf as a `PerReplica`. None and variables are
-          returned unchanged. With one replica, the bare result.
+          returned unchanged. The default strategy returns the bare result.
 
         Raises, on all replicas:
           ArgumentError, ArgumentTypeError: an invalid fn, args, kwargs or options.
@@ -184,7 +184,7 @@ class Strategy:
         with self._in_replica:
             result = fn(*args, **kwargs)
         extended = self._extended
-        return regroup(result, extended.replica_id, extended.num_replicas)
+        return result if extended.is_default else regroup(result, extended.replica_id)
 
     @overload
     def reduce(self, reduce_op: _Op, value: Nest, axis: Axis | None = None) -> Any: ...

@@ -23,8 +23,7 @@ def test_reduce_to_gives_a_mirrored_value(strategy):
     with strategy.scope():
         got = extended.reduce_to("SUM", value, destinations=value)
     np.testing.assert_array_equal(got, [total(strategy), strategy.num_replicas_in_sync])
-    is_alone = strategy.num_replicas_in_sync == 1
-    assert isinstance(got, np.ndarray if is_alone else mpidist.Mirrored)
+    assert isinstance(got, mpidist.Mirrored)
 
 
 def test_batch_reduce_to(strategy):

@@ -111,8 +111,6 @@ class DistributedIterator:
     def __next__(self) -> Any:
         """Return this step's batch of all replicas, a nest of `PerReplica`. Collective.
 
-        With one replica, returns the bare batch.
-
         Raises, on all replicas:
           StopIteration: after the last step.
           DataError: a replica's rows cannot be read; or a generator failed before and
@@ -180,11 +178,12 @@ class DistributedIterator:
 
     def _distributed(self, local_batch: LocalBatch) -> Any:
         """Return a batch as the user gets it: a nest of `PerReplica`."""
-        extended = self._plan.extended
-        replica, replicas = extended.replica_id, extended.num_replicas
+        extended, batch = self._plan.extended, local_batch.batch
         for watch in extended.batch_watchers:
-            watch(self._plan, self._epoch, self._step - 1, local_batch.batch)
-        return values.regroup(local_batch.batch, replica, replicas)
+            watch(self._plan, self._epoch, self._step - 1, batch)
+        if extended.is_default:
+            return batch
+        return values.regroup(batch, extended.replica_id)
 
     def get_state(self) -> dict[str, int]:
         """Return the position of this iterator: a few integers, each below 2**63.

@@ -193,6 +193,6 @@ def test_every_bit_is_that_of_adding_in_the_order_of_the_ranks(
 
                 found = strategy.run(reduce)
                 for a, b in zip(found, expected, strict=True):
-                    local = a if comm.size == 1 else a.values[0]
+                    (local,) = a.values
                     assert local.tobytes() == b.tobytes()
         strategy.experimental_finalize()

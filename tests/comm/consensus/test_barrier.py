@@ -205,7 +205,7 @@ def test_small_and_large_reductions_are_the_same(comm, strategy, dtype, op, size
         found = strategy.run(
             lambda: mpidist.get_replica_context().all_reduce(op, values(comm.rank))
         )
-        found = found if comm.size == 1 else [part.values[0] for part in found]
+        found = [part.values[0] for part in found]
         for j, result in enumerate(found):
             total = sum(value[j].astype("c16") for value in everyone)
             expected = total / comm.size if op == "MEAN" else total

@@ -437,15 +437,19 @@ def test_a_step_is_one_agreement_whatever_the_lengths(strategy, comm, source):
         assert list(iterator) == []
 
 
-def test_a_strategy_of_one_replica_gives_bare_batches(comm):
+def test_the_default_strategy_gives_bare_batches_and_others_do_not(comm):
     from mpi4py import MPI
 
     alone = mpidist.MirroredStrategy(communicator=MPI.COMM_SELF)
-    for divided in (
-        alone.experimental_distribute_dataset([np.arange(3)] * 2),
-        alone.distribute_datasets_from_function(lambda ctx: [np.arange(3)] * 2),
-    ):
-        assert [batch.tolist() for batch in divided] == [[0, 1, 2]] * 2
+    for strategy in (mpidist.get_strategy(), alone):
+        for divided in (
+            strategy.experimental_distribute_dataset([np.arange(3)] * 2),
+            strategy.distribute_datasets_from_function(lambda ctx: [np.arange(3)] * 2),
+        ):
+            batches = list(divided)
+            if strategy is alone:
+                batches = [batch.values[0] for batch in batches]
+            assert [batch.tolist() for batch in batches] == [[0, 1, 2]] * 2
     alone.experimental_finalize()
 
 
