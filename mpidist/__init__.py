@@ -48,7 +48,7 @@ of ranks::
 
     for batch in strategy.experimental_distribute_dataset(data):
         loss = strategy.reduce("MEAN", strategy.run(step, args=batch), axis=0)
-    if strategy.extended.replica_id == 0:
+    if strategy.is_first:
         print(f"w = {w.numpy().round(3)}, loss = {loss:.6f}")
 
 `help(mpidist.Dataset)` describes one name. Examples in docstrings (lines with `>>>`)
@@ -65,7 +65,7 @@ is the same, unless a different name stands before a colon.
 
 Strategies and contexts
 
-    Strategy                    every rank calls its methods
+    Strategy                    every rank calls its methods; with rank, size, is_first
     MirroredStrategy            one replica per rank, on one node or many; `devices` is
                                 indexed by the rank on its node; `communicator` is new
     tf.compat.v1's Strategy     StrategyV1, which MirroredStrategy is too: with
@@ -130,6 +130,8 @@ Input
     tf.data.INFINITE_CARDINALITY, tf.data.UNKNOWN_CARDINALITY
                                 INFINITE_CARDINALITY, UNKNOWN_CARDINALITY: same numbers
     DistributedDataset          iterating is collective
+    as_arrays                   not in TensorFlow: this replica's rows of each batch, as
+                                arrays
     DistributedIterator         `next` is collective; get_state and set_state are new
     tf.data.Iterator            DatasetIterator: with get_state and set_state
     InputIterator               what make_dataset_iterator and make_input_fn_iterator
@@ -311,6 +313,7 @@ if not commands.is_command():
 if TYPE_CHECKING:
     from mpidist.checkpoint.checkpoint import Checkpoint
     from mpidist.checkpoint.manager import CheckpointManager, latest_checkpoint
+    from mpidist.data.distributed.converted import as_arrays
     from mpidist.monitor.progress import progress
     from mpidist.resilience.elastic import run_elastic
     from mpidist.resilience.preemption import (
@@ -323,6 +326,7 @@ if TYPE_CHECKING:
 _LATER = {
     "Checkpoint": "mpidist.checkpoint.checkpoint",
     "CheckpointManager": "mpidist.checkpoint.manager",
+    "as_arrays": "mpidist.data.distributed.converted",
     "latest_checkpoint": "mpidist.checkpoint.manager",
     "progress": "mpidist.monitor.progress",
     "run_elastic": "mpidist.resilience.elastic",
@@ -350,7 +354,8 @@ def __dir__() -> list[str]:
         # With its classes `help(mpidist)` would have 7,000 lines more, most of them of
         # inherited methods; `help(mpidist.Dataset)` describes one
         return []
-    return sorted({*globals(), *__all__})
+    special = [name for name in globals() if name.startswith("__")]
+    return sorted({*__all__, *_ROOMS, "cluster_resolver", "errors", *special})
 
 
 def _is_asked_by_help() -> bool:
@@ -425,6 +430,7 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "__version__",
+    "as_arrays",
     "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",

@@ -89,9 +89,9 @@ class DistributedValues(Generic[T]):
 
 
 _ADVICE = (
-    "Use strategy.run(function, args=(value,)) to compute with each replica's own, "
-    "strategy.reduce or strategy.gather to combine them, or "
-    "strategy.experimental_local_results to look at this process's own"
+    "Use strategy.run(function, args=(value,)), or a loop over mpidist.as_arrays("
+    "dataset), to compute with each replica's own;\nstrategy.reduce or strategy.gather "
+    "to combine them; strategy.experimental_local_results to look at this process's own"
 )
 
 
@@ -124,16 +124,20 @@ class PerReplica(DistributedValues[T]):
     """
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        own = self._values[0]
+        kind = type(own).__name__
+        if hasattr(own, "dtype"):
+            kind += f" of dtype {own.dtype} and shape {tuple(own.shape)}"
         raise ArgumentError(
-            "a PerReplica value is not one array: its components differ from replica "
-            f"to replica ({self!r} here). {_ADVICE}"
+            f"a PerReplica value is not one array, here of type {kind}: its "
+            f"components differ from replica to replica.\n{_ADVICE}"
         )
 
     def __getattr__(self, name: str) -> NoReturn:
         text = f"{type(self).__name__!r} object has no attribute {name!r}"
         is_of_arrays = hasattr(np.ndarray, name) or name == "numpy"
         if is_of_arrays and not name.startswith("_"):
-            text = f"{text}: its components differ from replica to replica. {_ADVICE}"
+            text = f"{text}: its components differ from replica to replica.\n{_ADVICE}"
         raise AttributeError(text, name=name, obj=self)
 
     def __format__(self, spec: str) -> str:

@@ -68,7 +68,7 @@ def test_a_per_replica_value_is_not_an_array(use):
 @pytest.mark.parametrize("name", ["item", "numpy", "shape", "mean", "T"])
 def test_a_per_replica_value_has_no_attributes_of_arrays(name):
     value = mpidist.PerReplica((np.ones(2),), (0,))
-    match = f"no attribute '{name}': .*reduce.*gather.*local_results"
+    match = f"(?s)no attribute '{name}': .*reduce.*gather.*local_results"
     with pytest.raises(AttributeError, match=match):
         getattr(value, name)
     assert not hasattr(value, "__array_interface__")
@@ -218,3 +218,17 @@ def test_mirrored_values_are_read_only_after_pickling():
     assert value.replica_ids == (2,)
     with pytest.raises(ValueError, match="read-only"):
         value.values[0][0] = 1
+
+
+def test_a_refused_value_says_what_it_is_and_never_its_numbers(strategy):
+    """With one replica as with two."""
+    batch = strategy.run(lambda: np.full((50, 4), 12345.678, "f4"))
+    with pytest.raises(ValueError, match="dtype float32 and shape") as caught:
+        np.ones((2, 50)) @ batch
+    text = str(caught.value)
+    assert "12345" not in text
+    assert len(text.splitlines()) == 3
+    for name in ("strategy.run", "as_arrays", "strategy.reduce", "local_results"):
+        assert name in text
+    with pytest.raises(AttributeError, match="as_arrays"):
+        batch.mean()

@@ -69,6 +69,27 @@ class Strategy:
         return self._extended.num_replicas
 
     @property
+    def rank(self) -> int:
+        """The number of this process's replica, its `replica_id_in_sync_group`."""
+        return self._extended.replica_id
+
+    @property
+    def size(self) -> int:
+        """The number of ranks, each of which is one replica."""
+        return self._extended.num_replicas
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which prints, plots and writes for all.
+
+        Example:
+          >>> if strategy.is_first:
+          ...     print(f"rank {strategy.rank} of {strategy.size}")
+          rank 0 of 2
+        """
+        return self._extended.replica_id == 0
+
+    @property
     def cluster_resolver(self) -> SlurmClusterResolver | None:
         """The resolver of the ranks' addresses under srun; None elsewhere."""
         return below_srun(self._extended.replica_id, self._extended.num_replicas)

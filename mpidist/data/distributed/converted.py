@@ -1,10 +1,11 @@
-"""Distributed datasets whose batches are converted to arrays of another library."""
+"""Distributed datasets whose batches are this replica's arrays, perhaps converted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from mpidist.errors import ArgumentTypeError
 from mpidist.util.representation import one_line
 from mpidist.values import select_replica
 
@@ -76,3 +77,42 @@ class ConvertedDataset:
     def cardinality(self) -> int:
         """The number of steps, equal on all replicas; -1 if endless, -2 if unknown."""
         return self._dataset.cardinality  # type: ignore[no-any-return] # of any kind
+
+
+class ArrayIterator(ConvertedIterator):
+    """Gives this replica's arrays; a `Checkpoint` saves it like an iterator."""
+
+    def __init__(self, iterator: Any):
+        super().__init__(iterator, lambda batch: batch)
+
+
+class ArrayDataset(ConvertedDataset):
+    """The result of `as_arrays`. Iterating over it is collective."""
+
+    _iterator_type = ArrayIterator
+
+
+def as_arrays(dataset: Any) -> ArrayDataset:
+    """Return a distributed dataset whose batches are this replica's rows, as arrays.
+
+    For a loop of one's own, without `strategy.run`. Iterating over the result is
+    collective; the last replicas may have fewer rows of a batch, or none.
+
+    Args:
+      dataset: what `strategy.experimental_distribute_dataset` returns, or another
+        iterable of distributed values.
+
+    Raises:
+      ArgumentTypeError: it cannot be iterated over.
+
+    Example:
+      >>> rows = mpidist.Dataset.range(6).batch(4)
+      >>> train = strategy.experimental_distribute_dataset(rows)
+      >>> [x.tolist() for x in mpidist.as_arrays(train)]  # on replica 0
+      [[0, 1], [4]]
+    """
+    if not hasattr(dataset, "__iter__"):
+        raise ArgumentTypeError(
+            f"as_arrays needs a distributed dataset, not {type(dataset).__name__}"
+        )
+    return ArrayDataset(dataset)

@@ -1,0 +1,45 @@
+"""Loops over this replica's arrays."""
+
+import numpy as np
+import pytest
+from all_ranks import local
+
+import mpidist
+from mpidist import Dataset
+
+
+def test_a_loop_of_ones_own_sees_each_row_once(strategy, comm):
+    rows = {"x": np.arange(21.0).reshape(7, 3), "y": np.arange(7)}
+    dataset = Dataset.from_tensor_slices(rows).shuffle(seed=1).batch(3)
+    train = strategy.experimental_distribute_dataset(dataset)
+    own = list(mpidist.as_arrays(train))
+    assert all(type(batch["x"]) is np.ndarray for batch in own)
+    everyone = [
+        row for part in comm.allgather(own) for batch in part for row in batch["y"]
+    ]
+    assert sorted(everyone) == list(range(7))
+    assert len(mpidist.as_arrays(train)) == 3
+    pairs = zip(own, strategy.experimental_distribute_dataset(dataset))
+    assert all(np.array_equal(a["x"], local(strategy, b["x"])) for a, b in pairs)
+
+
+def test_its_iterator_continues_from_a_checkpoint(strategy, mpi_tmp_path):
+    dataset = Dataset.range(9).shuffle(seed=1).batch(2)
+
+    def start():
+        train = strategy.experimental_distribute_dataset(dataset)
+        batches = iter(mpidist.as_arrays(train))
+        return batches, mpidist.Checkpoint(strategy=strategy, batches=batches)
+
+    batches, checkpoint = start()
+    next(batches)
+    path = checkpoint.save(str(mpi_tmp_path / "ckpt"))
+    rest = [batch.tolist() for batch in batches]
+    restored, checkpoint = start()
+    checkpoint.restore(path)
+    assert [batch.tolist() for batch in restored] == rest
+
+
+def test_what_cannot_be_iterated_over_is_refused():
+    with pytest.raises(mpidist.ArgumentTypeError, match="needs a distributed dataset"):
+        mpidist.as_arrays(3)
