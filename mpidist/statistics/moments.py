@@ -20,7 +20,7 @@ from mpidist.statistics.exact_sums import (
     ratio,
 )
 from mpidist.statistics.statistic import Statistic, host_rows
-from mpidist.util import serialization, validation
+from mpidist.util import nest, serialization, validation
 from mpidist.values import select_replica
 
 if TYPE_CHECKING:
@@ -302,7 +302,7 @@ def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32) if is_half else dtype
 
 
-def describe(strategy: Strategy, rows: Any, ddof: int = 0) -> Description:
+def describe(strategy: Strategy, rows: Any, ddof: int = 0) -> Any:
     """See `Strategy.statistics_of`.
 
     Example:
@@ -310,17 +310,37 @@ def describe(strategy: Strategy, rows: Any, ddof: int = 0) -> Description:
       2.0
     """
 
-    def add_all() -> Moments:
-        moments = Moments(ddof, strategy)
+    def add_all() -> Any:
+        moments: Any = None
         batches: Iterable[Any] = [rows]
         if isinstance(rows, DistributedDataset):
             require_end(rows.cardinality, "statistics_of")
             batches = rows
         for batch in batches:
-            moments.update_state(select_replica(batch))
-        return moments
+            moments = _add(select_replica(batch), moments, ddof, strategy)
+        if moments is None:
+            moments = Moments(ddof, strategy)
+        # In the same order on all ranks, whatever order their dicts have
+        return nest.map_leaves(lambda part: part.result(), moments)
 
-    result: Description = strategy.extended.consensus.run(
-        "statistics_of", lambda: add_all().result()
-    )
-    return result
+    return strategy.extended.consensus.run("statistics_of", add_all)
+
+
+def _add(rows: Any, moments: Any, ddof: int, strategy: Strategy) -> Any:
+    """Return `Moments` with these rows, too, in the structure of the rows.
+
+    `moments`: those of earlier rows, or None.
+    """
+    if isinstance(rows, Mapping):
+        return {
+            name: _add(part, moments and moments[name], ddof, strategy)
+            for name, part in rows.items()
+        }
+    if isinstance(rows, tuple) and any(map(np.ndim, rows)):
+        before = moments or [None] * len(rows)
+        parts = [_add(*pair, ddof, strategy) for pair in zip(rows, before, strict=True)]
+        return type(rows)(*parts) if hasattr(rows, "_fields") else tuple(parts)
+    if moments is None:
+        moments = Moments(ddof, strategy)
+    moments.update_state(rows)
+    return moments

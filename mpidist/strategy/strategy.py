@@ -33,9 +33,6 @@ from mpidist.values import (
     select_replica,
 )
 
-if TYPE_CHECKING:
-    from mpidist.statistics.moments import Description
-
 T = TypeVar("T")
 _Op = ReduceOp | str
 
@@ -551,15 +548,16 @@ class Strategy:
         local = statistics(self._extended)
         return self.gather_objects(local) if all_ranks else local
 
-    def statistics_of(self, rows: Any, ddof: int = 0) -> Description:
+    def statistics_of(self, rows: Any, ddof: int = 0) -> Any:
         """Return mean, variance, min and max of the rows of all ranks. Collective.
 
         Returns a `mpidist.statistics.Description`, exact to the last bit, so the same
-        on any number of ranks. `mpidist.statistics` has more statistics.
+        on any number of ranks; of a dict or tuple of arrays, one for each, in the same
+        structure. `mpidist.statistics` has more statistics.
 
         Args:
           rows: this rank's rows, of shape (rows, ...), possibly zero; a `PerReplica` of
-            them; or a distributed dataset of rows.
+            them; a dict or tuple of these; or a distributed dataset.
           ddof: the divisor of the variance is the number of rows minus `ddof`.
 
         Raises, on all ranks: what `Moments.update_state` and `Moments.result` raise.

@@ -397,3 +397,28 @@ def test_they_say_what_they_have(strategy):
     assert "4 bins from -2.0 to 2.0): 3 numbers" in repr(made["histogram"])
     assert "3 classes): 0 rows" in repr(made["matrix"])
     assert "relative_error=0.01): 0 numbers" in repr(made["quantiles"])
+
+
+@pytest.mark.parametrize("kind", [tuple, dict])
+def test_a_dataset_of_several_arrays_has_statistics_of_each(comm, strategy, kind):
+    x = np.random.default_rng(1).normal(size=(23, 3))
+    y = np.arange(23)
+    rows = (x, y) if kind is tuple else {"y": y, "x": x}
+    dataset = mpidist.Dataset.from_tensor_slices(rows).shuffle(seed=1).batch(5)
+    batches = strategy.experimental_distribute_dataset(dataset)
+    for source in (batches, shares(rows, comm)):
+        found = strategy.statistics_of(source, ddof=1)
+        assert type(found) is kind
+        of_x, of_y = found if kind is tuple else (found["x"], found["y"])
+        assert of_x.count == of_y.count == 23
+        np.testing.assert_allclose(of_x.mean, x.mean(axis=0), rtol=1e-15)
+        np.testing.assert_allclose(of_x.variance, x.var(axis=0, ddof=1), rtol=1e-14)
+        assert (of_y.mean, of_y.maximum) == (11, 22)
+
+
+def shares(rows, comm):
+    """This rank's part of several arrays; a dict in another order on each rank."""
+    if isinstance(rows, tuple):
+        return tuple([share(array, comm) for array in rows])
+    names = sorted(rows, reverse=comm.rank % 2 == 1)
+    return {name: share(rows[name], comm) for name in names}
