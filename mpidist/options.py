@@ -29,6 +29,7 @@ class ReduceOp(enum.Enum):
 
     SUM = "SUM"
     MEAN = "MEAN"
+    AVG = "MEAN"  # PyTorch's name for the same
     MIN = "MIN"
     MAX = "MAX"
     PRODUCT = "PRODUCT"
@@ -50,8 +51,8 @@ class ReduceOp(enum.Enum):
             return op
         if not isinstance(op, str):
             raise ArgumentTypeError(
-                f"reduce_op must be a ReduceOp or its name, not {shown(op)} "
-                f"({type(op).__name__})"
+                "reduce_op must be a ReduceOp or its name, and comes first, as in "
+                f"reduce('SUM', value); not {shown(op)} ({type(op).__name__})"
             )
         try:
             return cls[op.upper()]

@@ -339,18 +339,20 @@ class Strategy:
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the list of all replicas' values, in replica order, on every replica.
 
-        Collective, in any context of this strategy. For small objects of any kind; for
-        arrays, `gather` needs less time and memory.
+        Collective, in any context of this strategy. For small objects, unlike on each
+        replica; for arrays, `gather` needs less time and memory.
 
         Args:
-          value: see `broadcast`; arrays come back as NumPy arrays.
+          value: None, a bool, number, str, bytes or array (which comes back as a NumPy
+            array), or a dict, list or tuple of these. Convert others, as by
+            `dataclasses.asdict`, `str(path)` or `date.isoformat()`.
 
         Raises, on all replicas:
           ArgumentTypeError: an unsupported type in a replica's value.
           ContextError: called under another strategy.
 
         Example:
-          >>> strategy.gather_objects({"rank": strategy.extended.replica_id})
+          >>> strategy.gather_objects({"rank": strategy.rank})
           [{'rank': 0}, {'rank': 1}]
         """
         self._require_own("gather_objects")

@@ -111,6 +111,8 @@ def describe_as(array: Any, shape: tuple[Any, ...]) -> tuple[Any, ...]:
         # Host and GPU arrays use different transports, so ranks must agree on the
         # memory too.
         return array.dtype, shape, "on a GPU"
+    if array.dtype.kind in "SU":
+        return array.dtype, shape, "of text (pass one width, as astype('U20') has)"
     return array.dtype, shape
 
 

@@ -18,6 +18,10 @@ from mpidist.util import validation
 from mpidist.util.serialization import decode, dtype_of, encode, text_of
 
 _DEFAULT = CommunicationOptions()
+_TAKEN = (
+    "an object is None, a bool, number, text, bytes, or an array, or a dict, list or "
+    "tuple of these: convert others, as by dataclasses.asdict, str(path) or isoformat()"
+)
 
 
 def broadcast_object(state: State, operation: str, value: Any, root: int) -> Any:
@@ -96,7 +100,10 @@ def _encode(state: State, value: Any) -> tuple[str, list[Any]]:
                 f"{name} is a {type(leaf).__qualname__}, which would come back as "
                 "a plain array; pass numpy.asarray of it"
             )
-        array = arrays.to_array(leaf, name)
+        try:
+            array = arrays.to_array(leaf, name)
+        except ArgumentTypeError as error:
+            raise ArgumentTypeError(f"{error}; {_TAKEN}") from None
         if arrays.is_device_array(array):
             state.transports.require_reachable(array, name)
         # Contiguous copies, because bytes are sent.
