@@ -126,7 +126,7 @@ class Plan:
 class DryRows(Hdf5Rows):
     """Rows of which only the numbers are read: what a job would read is counted.
 
-    Chunks are not decoded, but kept, and dropped, as in a job.
+    Blocks of chunks, which are not decoded, go through the cache as in a job.
     """
 
     read_bytes = decoded_chunks = 0
@@ -174,6 +174,11 @@ class DryRows(Hdf5Rows):
     def decoded(self) -> list[DatasetIndex]:
         """Those of datasets whose chunks are decoded whole."""
         return [index for index in self.indexes if index.is_in_blocks]
+
+    @functools.cached_property
+    def decoded_bytes(self) -> int:
+        """The bytes of all their rows in memory."""
+        return _memory_bytes(self.decoded)
 
     @functools.cached_property
     def filled_files(self) -> int:
@@ -240,7 +245,7 @@ class _Share:
             batch = self.pipeline.positions(_EPOCH, 0, self.part)
             rows = mixed.rows_in_use(np.arange(batch.start, batch.stop))
             limit = self.source.file_map().cache_bytes_for(rows)
-        return min(limit, _memory_bytes(self.source.decoded))
+        return min(limit, self.source.decoded_bytes)
 
 
 def _shares(dataset: Dataset, policy: AutoShardPolicy, ranks: int) -> list[_Share]:
@@ -342,10 +347,9 @@ def make_plan(request: Request) -> Plan:
         groups=groups,
         notes=[],
     )
-    plan.notes.extend(_on_ranks(plan))
-    plan.notes.extend(_on_files(plan, others, source.decoded))
-    plan.notes.extend(_on_decoding(plan, mixed, _memory_bytes(source.decoded)))
-    return plan
+    on_files = _on_files(plan, others, source.decoded)
+    on_decoding = _on_decoding(plan, mixed, source.decoded_bytes)
+    return dataclasses.replace(plan, notes=[*_on_ranks(plan), *on_files, *on_decoding])
 
 
 def _groups(shares: Sequence[_Share]) -> list[RankGroup]:
