@@ -278,7 +278,8 @@ class Scope(threading.local):
         return self._strategy
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        explain(error)
+        if error is not None:
+            explain(error)
         frame = self._entered.pop()
         is_innermost = bool(_stack.frames) and _stack.frames[-1] is frame
         _stack.frames[:] = [f for f in _stack.frames if f is not frame]

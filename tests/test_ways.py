@@ -18,11 +18,11 @@ WAYS = {
     "large, again": (15, 40, 1),
     "assign, first": (23, 93, 2),
     "assign, again": (15, 50, 2),
-    "row, first": (21, 126, 1),
+    "row, first": (21, 117, 1),
     "row, again": (6, 19, 0),
-    "save, first": (20, 126, 3),
-    "save, again": (19, 121, 3),
-    "strategy, again": (40, 165, 0),
+    "save, first": (19, 103, 3),
+    "save, again": (19, 103, 3),
+    "strategy, again": (39, 160, 0),
 }
 MODULES, LINES, ANY_IN_COMM = 199, 50852, 652
 

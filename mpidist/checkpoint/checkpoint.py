@@ -194,8 +194,10 @@ class Checkpoint(Tracked):
           ContextError: a variable of another strategy; called in replica context.
           What `get_state` of an object raises on any rank.
         """
-        return self._save(
-            "Checkpoint.write", lambda: index_path(file_prefix, "file_prefix")
+        return self.save_as(
+            "Checkpoint.write",
+            lambda _: index_path(file_prefix, "file_prefix"),
+            is_counted=False,
         )
 
     def save(self, file_prefix: str | os.PathLike[str]) -> str:
@@ -261,40 +263,41 @@ class Checkpoint(Tracked):
         self.saver.wait()
 
     def save_as(
-        self, operation: str, find_index: Callable[[int], Path], **options: Any
+        self,
+        operation: str,
+        find_index: Callable[[int], Path],
+        *,
+        is_counted: bool = True,
+        **options: Any,
     ) -> str:
-        """Implement `save` for other public calls. Collective.
+        """Implement `save` and `write`, for other public calls as well. Collective.
 
         Args:
           operation: the public call, for messages.
           find_index: returns the file, given the counter; may raise on one rank alone.
+          is_counted: whether to increment the counter.
           **options: of `Saver.save`.
         """
-        # Counted before saving, so that the file holds the number in its own name.
-        before = self._objects[_COUNTER]
-        self._objects[_COUNTER] = before + 1
-        try:
-            return self._save(operation, lambda: find_index(before + 1), **options)
-        # After a failed save the counters of all ranks stay equal.
-        except BaseException:
-            self._objects[_COUNTER] = before
-            raise
-
-    def _save(
-        self, operation: str, find_index: Callable[[], Path], **options: Any
-    ) -> str:
         # Replica functions may run at different times on each rank, so their saves
         # could not match.
         saver, shard_bytes = self.saver, self._shard_bytes
         require_cross_replica(saver.strategy, operation)
+        # Counted before saving, so that the file holds the number in its own name.
+        before = self._objects[_COUNTER]
+        counter = self._objects[_COUNTER] = before + is_counted
 
         def find() -> tuple[Path, dict[str, Any]]:
-            index = find_index()
+            index = find_index(counter)
             self._require_kinds()
             return index, self.objects
 
-        with saver.extended.consensus.recorder.counters.checkpointing("save"):
-            return saver.save(operation, find, shard_bytes=shard_bytes, **options)
+        try:
+            with saver.extended.consensus.recorder.counters.checkpointing("save"):
+                return saver.save(operation, find, shard_bytes=shard_bytes, **options)
+        # After a failed save the counters of all ranks stay equal.
+        except BaseException:
+            self._objects[_COUNTER] = before
+            raise
 
     def _require_kinds(self) -> None:
         """Raise if an attribute that was saved before is not any more, or reverse."""

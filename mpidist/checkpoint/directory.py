@@ -231,11 +231,15 @@ def warn_skipped(error: Exception) -> None:
     warn(f"skipped: {error}", stacklevel=2)
 
 
-def name_of(index: Path) -> tuple[str, int]:
-    """Return the name of a checkpoint without its number, and the number, or 0."""
+def _series(index: Path) -> tuple[tuple[str, str], int]:
+    """Return directory and name of a checkpoint, and its number.
+
+    The name is that of the file if it has no number; the number is 0 then.
+    """
     name, _, number = index.stem.rpartition("-")
     is_numbered = name and number.isdecimal()
-    return (name, int(number)) if is_numbered else (index.stem, 0)
+    key = os.path.realpath(index.parent), name if is_numbered else index.stem
+    return key, int(number) if is_numbered else 0
 
 
 def next_serial(
@@ -252,14 +256,14 @@ def next_serial(
       CheckpointError: another job saves under that name there, or has saved a newer
         state than this one continues from.
     """
-    name, _ = name_of(index)
-    is_numbered = name != index.stem
-    held = _held.get(_key(index))
+    key, _ = _series(index)
+    is_numbered = key[1] != index.stem
+    held = _held.get(key)
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         existing: list[Saved] = []
         if is_numbered:
-            existing = find(index.parent, name)
+            existing = find(index.parent, key[1])
         elif index.exists():
             existing = [Saved(0, 0, index, 0.0)]
             with contextlib.suppress(CheckpointError, OSError):  # damaged, or removed
@@ -418,9 +422,8 @@ def hold(index: Path, descriptor: int, header: Header, owner: int) -> None:
       header: of the checkpoint, which need not be read again.
       owner: the argument for `release`.
     """
-    _, number = name_of(index)
+    key, number = _series(index)
     saved = _remember(index, number, os.fstat(descriptor), header)
-    key = _key(index)
     former = _held.pop(key, None)
     _held[key] = _Held(descriptor, saved, owner)
     if former is not None:
@@ -452,7 +455,7 @@ def _wait_for_lock(index: Path, newest: Saved, deadline: float) -> bool:
     if _is_held(newest.path) or not is_locked(newest.path):
         return False
     while is_locked(newest.path):
-        if _key(index) in _held or time.monotonic() >= deadline:
+        if _series(index)[0] in _held or time.monotonic() >= deadline:
             _refuse(index, newest, "is running")
         time.sleep(_POLL_SECONDS)
     return True
@@ -472,7 +475,7 @@ def _require_newest(
     Raises:
       CheckpointError: it was saved after this job's last save or restore.
     """
-    held = _held.get(_key(index))
+    held = _held.get(_series(index)[0])
     if known is None:
         is_later = held is not None and newest.serial >= held.saved.serial
         if is_later and newest.job != JOB:
@@ -495,7 +498,7 @@ def _require_newest(
 
 def _refuse(index: Path, newest: Saved, why: str) -> NoReturn:
     raise CheckpointError(
-        f"{index}: another job saves checkpoints {name_of(index)[0]!r} in this "
+        f"{index}: another job saves checkpoints {_series(index)[0][1]!r} in this "
         f"directory: {newest.job or 'one of an older version'}. It has saved "
         f"{newest.path.name}, and {why}. This job is {JOB}. End one of them, or use "
         "different directories"
@@ -509,10 +512,6 @@ def _is_held(path: Path) -> bool:
         return any(os.path.samestat(status, os.fstat(h[0])) for h in _held.values())
     except OSError:
         return False
-
-
-def _key(index: Path) -> tuple[str, str]:
-    return os.path.realpath(index.parent), name_of(index)[0]
 
 
 def _release_in_child() -> None:

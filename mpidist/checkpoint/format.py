@@ -20,8 +20,9 @@ import math
 import os
 import re
 import struct
+import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -84,8 +85,8 @@ class Header:
     """
 
     serial: int
-    size: int
-    structure_crc32: int
+    size: int = 0
+    structure_crc32: int = 0
     data: tuple[tuple[int, int, int], ...] = ()
     shards: tuple[Shard, ...] = ()
     job: str = ""
@@ -480,21 +481,22 @@ def write_file(
     path: FilePath,
     nodes: Nodes,
     attributes: dict[str, Any],
-    make_header: Callable[..., Header],
-    shards: Sequence[str] = (),
+    header: Header,
     locks: list[int] | None = None,
-) -> None:
-    """Write nodes to a file, atomically.
+    begun: float | None = None,
+) -> Header:
+    """Write nodes to a file, atomically; return the whole header.
 
     Args:
       path: of the file.
       nodes: with `Split` and `Link`.
       attributes: of the root.
-      make_header: called with size, checksum of the structure, and blocks.
-      shards: names of the shards in the header.
+      header: without sizes and checksums of this file, and without a time.
       locks: a descriptor of the locked file is appended, for the caller to close.
+      begun: when the save began, on `time.monotonic`'s clock; None if its time does
+        not belong in the header.
     """
-    plan = lay_out(nodes, attributes, shards)
+    plan = lay_out(nodes, attributes, [shard.name for shard in header.shards])
     with unwritable(path), replace_file(path) as file:
         descriptor = file.fileno()
         # Locked before the first byte, so that no other job takes it for a leftover.
@@ -520,8 +522,16 @@ def write_file(
         # last. Of a small file, what the disk takes does not count.
         if plan.size > _LARGE_BYTES:
             os.fsync(descriptor)
-        header = make_header(plan.size, crc32, data)
+        took = 0 if begun is None else math.ceil(1000 * (time.monotonic() - begun))
+        header = dataclasses.replace(
+            header,
+            size=plan.size,
+            structure_crc32=crc32,
+            data=data,
+            milliseconds=took,
+        )
         checked_write(descriptor, 0, render(header, plan.header_bytes))
+    return header
 
 
 @dataclasses.dataclass

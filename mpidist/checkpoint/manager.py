@@ -138,8 +138,9 @@ class CheckpointManager:
                 f"{validation.shown(checkpoint)}"
             )
         self._checkpoint = checkpoint
-        # Raises if there is none: better here than at the first save.
-        self._extended = checkpoint.strategy.extended
+        # Raises if there is no strategy: better here than at the first save.
+        self._saver = checkpoint.saver
+        self._extended = self._saver.extended
         self._last_step: int | None = None
         self._consensus = self._extended.consensus
 
@@ -266,7 +267,7 @@ class CheckpointManager:
         self._save_began = time.monotonic()
         known = self._known
         if known is not None:
-            known = known._replace(path=self._checkpoint.saver.restored)
+            known = known._replace(path=self._saver.restored)
         path = self._checkpoint.save_as(
             call,
             find_index,
@@ -287,7 +288,7 @@ class CheckpointManager:
         Raises, on all ranks:
           CheckpointError: it failed; earlier checkpoints are unchanged.
         """
-        self._checkpoint.saver.wait()
+        self._saver.wait()
 
     sync = wait
 

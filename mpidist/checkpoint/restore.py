@@ -19,13 +19,13 @@ from mpidist.checkpoint.state import (
     checked_state,
     derived_state,
     fresh_generator,
-    has_state,
     identity,
     is_generator,
     memory_of,
     read_state,
     require_strategy,
     set_state,
+    state_methods,
     write_state,
 )
 from mpidist.checkpoint.tree import (
@@ -198,7 +198,7 @@ class RestorePlan:
             return (self._plain if is_plain else self._children)(value, node, path)
         if isinstance(value, Mirrored):
             return self._mirrored(value, node, path)
-        if has_state(value) and not isinstance(value, np.ndarray):
+        if not isinstance(value, np.ndarray) and state_methods(value):
             return self._object(value, node, path)
         if _is_scalar(value):
             return self._plain(value, node, path)

@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import functools
 import itertools
-import math
+import operator
 import os
 import secrets
 import threading
@@ -37,12 +36,13 @@ from mpidist.checkpoint.format import (
 )
 from mpidist.checkpoint.state import (
     Digests,
-    describe_nodes,
-    digests_of,
+    PerRankState,
+    describe,
+    digest,
     join_ranks,
     nodes_of,
 )
-from mpidist.checkpoint.tree import Group, Leaf, Nodes
+from mpidist.checkpoint.tree import Group, Leaf, Nodes, readable
 from mpidist.checkpoint.tree import Path as NodePath
 from mpidist.comm.consensus.consensus import Fields
 from mpidist.comm.replica_group import ReplicaGroup
@@ -77,6 +77,7 @@ class Saver:
     def __init__(self, strategy: Strategy):
         self.extended = strategy.extended
         self.strategy = strategy
+        self._scope = Scope(strategy)
         self._pending: Saving | None = None
         self.restored: Path | None = None  # by the same Checkpoint, the last time
         # Memory for copies is kept from save to save: page faults cost more than
@@ -118,7 +119,12 @@ class Saver:
             self.wait()  # two at once would need twice the memory
         begun, extended = time.monotonic(), self.extended
         rank, ranks = extended.replica_id, extended.num_replicas
-        index, nodes, in_shard = self._read_state(operation, find, shard_bytes)
+        index, nodes, digests, _ = extended.consensus.run(
+            operation, self._read_state, find, same=operator.itemgetter(3)
+        )
+        in_shard: Nodes | None = None
+        if digests:  # on all ranks
+            in_shard = join_ranks(extended, operation, nodes, digests, shard_bytes)
         shards, cuts = plan_shards(nodes, in_shard is not None, ranks, shard_bytes)
         planned: Planned = None, None
 
@@ -130,53 +136,45 @@ class Saver:
                 serial, existing = directories.next_serial(index, id(self), known)
             if plan is not None:
                 planned = plan(index, existing)
+            if not shards:  # nothing that could fail is left to the other ranks
+                self._copies.replace(nodes, is_needed_later=is_background)
             # Random, so shards of two saves never have one name.
             return secrets.token_hex(4), serial
 
         token, serial = extended.consensus.root_only(operation, begin)
         who = token, directories.shard_names(index, token, shards), rank, ranks
         saving = Saving(index, serial, *who, *planned, id(self), begun)
+        if rank == 0:
+            saving.index_nodes = nodes
 
-        def prepare() -> None:
-            """Take what this rank writes."""
-            if shards:
-                saving.shard = divide(nodes, in_shard or {}, cuts, rank)
-                self._copies.replace(saving.shard, is_needed_later=is_background)
-            if rank == 0:
-                saving.index_nodes = nodes
-                self._copies.replace(nodes, is_needed_later=is_background)
+        def take_shard() -> None:
+            saving.shard = divide(nodes, in_shard or {}, cuts, rank)
+            self._copies.replace(saving.shard, is_needed_later=is_background)
+            self._copies.replace(saving.index_nodes, is_needed_later=is_background)
 
-        self._write(operation, saving, prepare, is_background)
+        self._write(operation, saving, take_shard, is_background)
         return str(index)
 
-    def _read_state(
-        self, operation: str, find: Find, most_bytes: int
-    ) -> tuple[Path, Nodes, Nodes | None]:
-        """Return the file, all nodes, and the result of `join_ranks`. Collective."""
-        extended = self.extended
+    def _read_state(self, find: Find) -> tuple[Path, Nodes, Digests, Fields]:
+        """Return the file, all nodes, digests, and what must be equal. Collective.
 
-        # In the scope, as get_state of a user may read variables
-        def read() -> tuple[Path, Nodes, Digests]:
-            index, objects = find()
-            with Scope(self.strategy):
-                nodes = nodes_of(objects, self.strategy)
-            return index, nodes, digests_of(nodes)
-
+        The digests are those of each `PerRankState`.
+        """
+        index, objects = find()
+        with self._scope:  # as get_state of a user may read variables
+            nodes = nodes_of(objects, self.strategy)
+        states = {p: n for p, n in nodes.items() if isinstance(n, PerRankState)}
+        digests = {path: digest(state.nodes) for path, state in states.items()}
         # Differences between ranks are an error: a checkpoint restores one value on all
-        def agreed(state: tuple[Path, Nodes, Digests]) -> Fields:
-            index, nodes, _ = state
-            compares = extended.num_replicas > 1
-            return [("path", str(index)), *describe_nodes(nodes, compares)]
-
-        index, nodes, digests = extended.consensus.run(operation, read, same=agreed)
-        in_shard = join_ranks(extended, operation, nodes, digests, most_bytes)
-        return index, nodes, in_shard
+        compares = self.extended.num_replicas > 1
+        fields = [(readable(path), describe(n, compares)) for path, n in nodes.items()]
+        return index, nodes, digests, [("path", str(index)), *fields]
 
     def _write(
         self,
         operation: str,
         saving: Saving,
-        prepare: Callable[[], None],
+        take_shard: Callable[[], None],
         is_background: bool,
     ) -> None:
         """Write a checkpoint; return when it is complete, or has begun. Collective."""
@@ -184,8 +182,8 @@ class Saver:
         try:
             if saving.shard_names:  # on all ranks
                 self._require_shared(operation, saving.index)
-            if is_background:
-                consensus.run(operation, prepare)
+                if is_background:
+                    consensus.run(operation, take_shard)
         except BaseException:
             saving.abandon()
             raise
@@ -199,14 +197,8 @@ class Saver:
             return
 
         def write_shard() -> None:
-            prepare()
+            take_shard()
             saving.write_shard()
-
-        # Without shards the others have nothing to do that could fail
-        def write_index() -> None:
-            if not saving.shard_names:
-                prepare()
-            saving.write_index()
 
         with saving.until_complete():
             # All shards are complete before rank 0 writes the index, which makes them
@@ -214,7 +206,7 @@ class Saver:
             if saving.shard_names:  # on all ranks
                 consensus.run(operation, write_shard, yield_cpu=True)
             saving.shards_are_written.set()
-            consensus.root_only(operation, write_index)
+            consensus.root_only(operation, saving.write_index)
 
     def _require_shared(self, operation: str, index: Path) -> None:
         """Raise unless all nodes see the directory of a save. Collective.
@@ -441,9 +433,7 @@ class Saving:
           CheckpointError: it cannot be written.
         """
         if self._shard_path is not None:
-            make_header = functools.partial(Header, 0)
-            nodes, locks = self.shard, self._locks
-            write_file(self._shard_path, nodes, {}, make_header, locks=locks)
+            write_file(self._shard_path, self.shard, {}, Header(0), self._locks)
         self.shard = {}
 
     def write_index(self) -> None:
@@ -454,29 +444,20 @@ class Saving:
         Raises:
           CheckpointError: it cannot be written, or a shard does not appear.
         """
-        names = self.shard_names
         # Sizes and checksums of all shards are in the index: it refuses foreign ones.
-        shards = tuple(self._wait_for_shard(name) for name in names)
+        shards = tuple(self._wait_for_shard(name) for name in self.shard_names)
         now = datetime.datetime.now(datetime.timezone.utc)
         attributes = {
             "saved": now.isoformat(timespec="seconds"),
             "mpidist": __version__,
             "ranks": self.ranks,
         }
-        header: Header | None = None
-
-        def make_header(size: int, crc32: int, data: Any) -> Header:
-            nonlocal header
-            took = math.ceil(1000 * (time.monotonic() - self.begun))
-            content = self.serial, size, crc32, data, shards
-            header = Header(*content, directories.JOB, self.preserved, took)
-            return header
-
+        job, preserved = directories.JOB, self.preserved
+        header = Header(self.serial, shards=shards, job=job, preserved=preserved)
         nodes, locks = self.index_nodes, self._locks
         # Renamed into place when complete: only then the checkpoint exists.
-        write_file(self.index, nodes, attributes, make_header, names, locks)
+        header = write_file(self.index, nodes, attributes, header, locks, self.begun)
         self.index_nodes = {}
-        assert header is not None
         directories.hold(self.index, locks.pop(), header, self.owner)
         # The checkpoint is complete, even if old ones cannot be removed
         with contextlib.suppress(CheckpointError):

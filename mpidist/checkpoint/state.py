@@ -165,7 +165,7 @@ class Attributes(Tracked):
     def child(self, value: Any) -> Any:
         """Return what a checkpoint saves of a member; None for one without state."""
         is_value = isinstance(value, DistributedValues | Tracked) or is_generator(value)
-        if is_value or has_state(value) or _is_array(value):
+        if is_value or state_methods(value) or _is_array(value):
             return value
         # Seen above: do not descend again.
         if any(value is other for other in self._above):
@@ -225,8 +225,8 @@ def identity(value: Any) -> Any:
     if isinstance(value, Mirrored | np.ndarray):
         return None
     kinds = (Variable, Tracked, MutableMapping, list, collections.deque)
-    is_changed = isinstance(value, kinds) or is_generator(value) or has_state(value)
-    return value if is_changed else None
+    is_changed = isinstance(value, kinds) or is_generator(value)
+    return value if is_changed or state_methods(value) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,26 +250,26 @@ def nodes_of(objects: Mapping[str, Any], strategy: Strategy) -> Nodes:
       ContextError: a variable of another strategy.
       What reading the state of an object raises.
     """
-    return {p: _node_of(x, p, strategy) for p, x in walk(dict(objects))}
-
-
-def _node_of(value: Any, path: Path, strategy: Strategy) -> Group | Leaf | PerRankState:
-    """Return the node of one place. Collective."""
-    if is_container(value):
-        return group_of(value, path)
-    if isinstance(value, Tracked):
-        return Group("dict")
-    if isinstance(value, Variable):
-        return _variable_leaf(value, path, strategy)
-    # Per rank, however equal: it belongs to the rank.
-    if isinstance(value, PerReplica):
-        return PerRankState(encode(value.values[0], path), is_shared=False)
-    # Usually the same on all ranks, and then saved once.
-    if is_generator(value):
-        return PerRankState(_nodes_of_state(state_of(value), GENERATOR, path), True)
-    if has_state(value) and not isinstance(value, Mirrored | np.ndarray):
-        return PerRankState(_nodes_of_state(read_state(value), OBJECT, path), True)
-    return encode_leaf(value, path)
+    nodes: Nodes = {}
+    for path, value in walk(dict(objects)):
+        if is_container(value):
+            node: Group | Leaf | PerRankState = group_of(value, path)
+        elif isinstance(value, Tracked):
+            node = Group("dict")
+        elif isinstance(value, Variable):
+            node = _variable_leaf(value, path, strategy)
+        # Per rank, however equal: it belongs to the rank.
+        elif isinstance(value, PerReplica):
+            node = PerRankState(encode(value.values[0], path), is_shared=False)
+        # Usually the same on all ranks, and then saved once.
+        elif is_generator(value):
+            node = PerRankState(_nodes_of_state(state_of(value), GENERATOR, path), True)
+        elif not isinstance(value, Mirrored | np.ndarray) and state_methods(value):
+            node = PerRankState(_nodes_of_state(read_state(value), OBJECT, path), True)
+        else:
+            node = encode_leaf(value, path)
+        nodes[path] = node
+    return nodes
 
 
 def _nodes_of_state(state: Any, role: str, path: Path) -> Nodes:
@@ -320,7 +320,7 @@ def strategy_of(value: Any) -> Strategy | None:
 
 def require_saveable(value: Any, name: str) -> None:
     """Raise an ArgumentTypeError for classes and functions."""
-    if isinstance(value, type) or (callable(value) and not has_state(value)):
+    if isinstance(value, type) or (callable(value) and not state_methods(value)):
         raise ArgumentTypeError(
             f"{name!r} is {validation.shown(value)}, which has no state to save"
         )
@@ -417,18 +417,19 @@ def fresh_generator(generator: Any, *seeds: int) -> Any:
 _PAIRS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
 
-def _has(value: Any, names: tuple[str, str]) -> bool:
-    return all(callable(getattr(value, name, None)) for name in names)
-
-
-def has_state(value: Any) -> bool:
-    """Return whether `value` has the methods that read and write a state."""
-    return not isinstance(value, type) and any(_has(value, pair) for pair in _PAIRS)
+def state_methods(value: Any) -> tuple[str, str] | None:
+    """Return the methods of `value` that read and write a state; None if none do."""
+    if isinstance(value, type):
+        return None
+    for pair in _PAIRS:
+        if all(callable(getattr(value, name, None)) for name in pair):
+            return pair
+    return None
 
 
 def read_state(value: Any) -> Any:
     """Return the state of an object: a nest of arrays, numbers and text."""
-    if _has(value, _PAIRS[0]):
+    if state_methods(value) == _PAIRS[0]:
         return value.get_state()
     state = value.state_dict()
     return _map(_to_typed, state) if _is_of_torch(value, state) else state
@@ -448,7 +449,7 @@ def write_state(value: Any, state: Any) -> None:
       What `set_state` or `load_state_dict` raises.
     """
     is_typed = any(isinstance(leaf, Typed) for leaf in nest.flatten(state)[0])
-    if _has(value, _PAIRS[0]):
+    if state_methods(value) == _PAIRS[0]:
         value.set_state(_map(_to_plain, state) if is_typed else state)
         return
     now = value.state_dict()
@@ -600,17 +601,13 @@ def _require_fit(now: Any, state: Any) -> None:
             )
 
 
-def describe_nodes(nodes: Nodes, compares: bool) -> list[tuple[str, str]]:
-    """Return what must be equal on all ranks, with names.
+def describe(node: Any, compares: bool) -> str:
+    """Return what must be equal on all ranks.
 
     Args:
-      nodes: of all objects.
+      node: of `nodes_of`.
       compares: whether values must be equal, too; one rank computes no checksums.
     """
-    return [(readable(path), _describe(n, compares)) for path, n in nodes.items()]
-
-
-def _describe(node: Any, compares: bool) -> str:
     if isinstance(node, PerRankState):
         return "a state"
     if isinstance(node, Group):
@@ -624,12 +621,6 @@ def _describe(node: Any, compares: bool) -> str:
     is_any = node.kind == "array scalar"  # perhaps with padding
     array = arrays.value_bytes(node.array) if is_any else node.array
     return f"{node.kind} {array.tobytes().hex()}"
-
-
-def digests_of(nodes: Nodes) -> Digests:
-    """Return a hash of each `PerRankState`, and the bytes of its arrays."""
-    states = ((p, n) for p, n in nodes.items() if isinstance(n, PerRankState))
-    return {path: _digest(state.nodes) for path, state in states}
 
 
 def join_ranks(
@@ -647,12 +638,10 @@ def join_ranks(
       extended: whose ranks save.
       operation: the public call, for messages.
       nodes: of all objects; changed to what is equal on all ranks.
-      digests: see `digests_of`.
+      digests: of each `PerRankState`; see `digest`.
       most_bytes: states of more bytes in total go to the shards; the index then has a
         `Link` for each.
     """
-    if not digests:  # the usual case, on all ranks
-        return None
     gather = extended.consensus.gather_objects
     everyone = gather(operation, lambda: digests)
     # In the order of the dict, which is the same on all ranks.
@@ -686,7 +675,7 @@ def _below(path: Path, rank: int, nodes: Nodes) -> Nodes:
     return {(*path, str(rank), *p[len(path) :]): node for p, node in nodes.items()}
 
 
-def _digest(nodes: Nodes) -> tuple[bytes, int]:
+def digest(nodes: Nodes) -> tuple[bytes, int]:
     """Return a hash of a state, and the bytes of its arrays."""
     hashed, size_bytes = hashlib.blake2b(digest_size=16), 0
     for path, node in nodes.items():

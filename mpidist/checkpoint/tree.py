@@ -297,23 +297,27 @@ def encode_leaf(value: Any, path: Path) -> Leaf:
     if value is None:
         return Leaf("None", np.dtype(np.uint8), (0,))
     kind = type(value).__name__
-    if type(value) is int:
-        if -(1 << 63) <= value < 1 << 63:
-            return _array_leaf("int", np.asarray(value, np.int64))
-        return _bytes_leaf("int", f"{value:#x}".encode())
-    if type(value) in (str, np.str_):
+    if type(value) is int and -(1 << 63) <= value < 1 << 63:
+        array = np.asarray(value, np.int64)
+    elif type(value) is int:
+        array = np.frombuffer(f"{value:#x}".encode(), np.uint8)
+    elif type(value) in (str, np.str_):
         kind = "str" if type(value) is str else "np.str_"
-        return _bytes_leaf(kind, value.encode("utf-8", "surrogatepass"))
-    if type(value) in (bytes, np.bytes_):
-        return _bytes_leaf("bytes" if type(value) is bytes else "np.bytes_", value)
-    if type(value) in (bool, float, complex):
-        return _array_leaf(kind, np.asarray(value, _NUMBERS[kind]))
-    if isinstance(value, Typed):
+        array = np.frombuffer(value.encode("utf-8", "surrogatepass"), np.uint8)
+    elif type(value) in (bytes, np.bytes_):
+        kind = "bytes" if type(value) is bytes else "np.bytes_"
+        array = np.frombuffer(value, np.uint8)
+    elif type(value) in (bool, float, complex):
+        array = np.asarray(value, _NUMBERS[kind])
+    elif isinstance(value, Typed):
         return dataclasses.replace(leaf_of_array(value.array, path), role=value.role)
-    if isinstance(value, np.generic):
-        _require_storage(value.dtype, path)
-        return _array_leaf("array scalar", np.asarray(value))
-    return leaf_of_array(value, path)
+    elif isinstance(value, np.generic):
+        if storage(value.dtype) is None:
+            raise _unstorable(value.dtype, path)
+        kind, array = "array scalar", np.asarray(value)
+    else:
+        return leaf_of_array(value, path)
+    return Leaf(kind, array.dtype, array.shape, array)
 
 
 def leaf_of_array(value: Any, path: Path) -> Leaf:
@@ -330,8 +334,9 @@ def leaf_of_array(value: Any, path: Path) -> Leaf:
         if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
             raise
         raise _unknown(value, path) from error
-    _require_storage(array.dtype, path)
-    return _array_leaf("array", array)
+    if storage(array.dtype) is None:
+        raise _unstorable(array.dtype, path)
+    return Leaf("array", array.dtype, tuple(array.shape), array)
 
 
 def _unknown(value: Any, path: Path) -> ArgumentTypeError:
@@ -341,14 +346,6 @@ def _unknown(value: Any, path: Path) -> ArgumentTypeError:
         "saved; give the class methods get_state() and set_state(state), or pass its "
         "variables, arrays and numbers"
     )
-
-
-def _array_leaf(kind: str, array: Any) -> Leaf:
-    return Leaf(kind, array.dtype, tuple(array.shape), array)
-
-
-def _bytes_leaf(kind: str, data: bytes) -> Leaf:
-    return _array_leaf(kind, np.frombuffer(data, np.uint8))
 
 
 def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Leaf]]:
@@ -595,16 +592,13 @@ def _is_native(dtype: np.dtype[Any]) -> bool:
     return False
 
 
-def _require_storage(dtype: np.dtype[Any], path: Path) -> None:
-    """Raise a DTypeError for a dtype that cannot be stored."""
-    if storage(dtype) is not None:
-        return
+def _unstorable(dtype: np.dtype[Any], path: Path) -> DTypeError:
     if dtype.hasobject:
-        raise DTypeError(
+        return DTypeError(
             f"{readable(path)} has dtype {dtype}, with Python objects; a checkpoint "
             "contains no pickles: convert it to an array of numbers"
         )
-    raise DTypeError(
+    return DTypeError(
         f"{readable(path)} has dtype {dtype}, which HDF5 does not have; convert it "
         "first"
     )

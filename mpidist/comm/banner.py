@@ -18,25 +18,16 @@ from mpidist.util.settings import BANNER
 _shown: set[str] = set()
 
 
-def show_banner(group: ReplicaGroup) -> None:
-    """Log the banner on rank 0 for the first strategy of several ranks.
+def show_once(group: ReplicaGroup, kind: str, describe: Callable[[], str]) -> None:
+    """Log a line on rank 0, for the first strategy of several ranks that asks for it.
 
     Not collective. MPIDIST_BANNER=0 turns it off.
-    """
-    _show_once(group, "banner", lambda: banner(group))
-
-
-def show_input(group: ReplicaGroup, describe: Callable[[], str]) -> None:
-    """Log how the first dataset is divided, on rank 0, once.
 
     Args:
       group: of the replicas.
+      kind: of the line; each is logged once.
       describe: returns the text.
     """
-    _show_once(group, "input", lambda: f"mpidist: the first dataset: {describe()}")
-
-
-def _show_once(group: ReplicaGroup, kind: str, describe: Callable[[], str]) -> None:
     if group.num_replicas == 1 or kind in _shown:
         return
     _shown.add(kind)

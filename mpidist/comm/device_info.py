@@ -22,7 +22,6 @@ from mpidist.device.binding import (
     shared_gpus,
 )
 from mpidist.errors import LaunchError
-from mpidist.util import validation
 from mpidist.util.files import read_regular, replace_file, user_directory
 from mpidist.util.settings import ALLOW_SHARED_GPU, CUDA_AWARE, resolve
 
@@ -35,12 +34,6 @@ class GpuRequest:
 
     allow_shared: bool = False
     cuda_aware: bool | None = None
-
-    def check(self) -> None:
-        """Raise an ArgumentTypeError if these are not True or False."""
-        validation.switch("allow_shared_gpu", self.allow_shared)
-        if self.cuda_aware is not None:
-            validation.switch("cuda_aware", self.cuda_aware)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,11 +69,6 @@ class _Resources:
     in_use: ClassVar[dict[_Key, _Resources]] = {}
     _collect_at: ClassVar[int] = _COLLECT_AT
 
-    def register(self) -> None:
-        """Free these resources when all ranks have dropped the strategy."""
-        key = self.consensus.recorder.channel, self.consensus.members
-        _Resources.in_use[key] = self
-
     def free(self) -> None:
         """Free all; a second call does nothing. Collective."""
         if (
@@ -186,7 +181,9 @@ class ReplicaGroup:
 
         def prepare() -> tuple[str, CrossDeviceOps]:
             if gpu_request is not None:  # else it is made by `import mpidist`
-                gpu_request.check()
+                validation.switch("allow_shared_gpu", gpu_request.allow_shared)
+                if gpu_request.cuda_aware is not None:
+                    validation.switch("cuda_aware", gpu_request.cuda_aware)
                 require_settings(os.environ)
             device = self.topology.bind_device(devices)
             ops = MpiAllReduce() if cross_device_ops is None else cross_device_ops
@@ -227,7 +224,9 @@ class ReplicaGroup:
             call, self.cross_device_ops.bind, self.collectives, self.topology
         )
         self._resources.ops = self.cross_device_ops
-        self._resources.register()
+        # From now on freed when all ranks have dropped the strategy
+        key = self.consensus.recorder.channel, self.consensus.members
+        _Resources.in_use[key] = self._resources
 
     @staticmethod
     def end_all(kept: ReplicaGroup) -> None:

@@ -228,7 +228,10 @@ class Topology:
           LaunchError: a GPU that this rank cannot use.
         """
         if devices is None:
-            kind, index = self._default_device()
+            # A launcher that binds GPUs shows each rank only its own. If there are too
+            # few, ranks share them; whether they may is checked after all have chosen
+            visible = gpu_count()
+            kind, index = ("GPU", self.local_rank % visible) if visible else ("CPU", 0)
         else:
             parsed = parse_devices(devices)
             if len(parsed) > 1 and self.local_rank >= len(parsed):
@@ -240,9 +243,3 @@ class Topology:
         if kind == "GPU":
             use_gpu(index)
         return f"{kind}:{index}"
-
-    def _default_device(self) -> tuple[str, int]:
-        visible = gpu_count()
-        # A launcher that binds GPUs shows each rank only its own. If there are too few,
-        # ranks share them; whether they may is checked after all ranks have chosen
-        return ("GPU", self.local_rank % visible) if visible else ("CPU", 0)

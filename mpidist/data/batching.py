@@ -138,6 +138,7 @@ class Batch(MapTransformation):
         super().__init__(parent.before_batch(batch_size))
         self._batch_size = batch_size
         self._drop_remainder = drop_remainder
+        self._is_of_mapped = self._parent.is_mapped
 
     @property
     def length(self) -> int | None:
@@ -214,7 +215,7 @@ class Batch(MapTransformation):
     def local_batches(
         self, epoch: Epoch, steps: range, share: BatchShare
     ) -> Iterator[Any]:
-        if self._parent.is_mapped:  # one step at a time, to attribute errors to steps
+        if self._is_of_mapped:  # one step at a time, to attribute errors to steps
             return super().local_batches(epoch, steps, share)
         positions, cuts = _positions(
             self._parent.length, self._batch_size, steps, share

@@ -382,7 +382,8 @@ class OpenSources:
             with self._lock:
                 self._active_reads -= 1
             # The last read that ends after `close` closes the files.
-            self._release(keep_files=False)
+            if self._is_closed:
+                self._release(keep_files=False)
 
     def end(self) -> None:
         """End the epoch, but keep the files open for the next one, or until `close`."""

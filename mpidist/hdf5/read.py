@@ -8,6 +8,7 @@ h5py. Short rows that are not in chunks are kept, too, if they are few.
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import math
 import os
@@ -273,8 +274,7 @@ class Hdf5Rows:
         index, parallel = self._index(file, field), self._blocks.parallel
         if index.is_in_blocks:
             return _pick_from_blocks(index, blocks, (file, field), rows, buffers)
-
-        def read() -> Any:
+        with self._explain(file, field, rows):
             if index.method is not ReadMethod.BYTES:
                 return self._by_h5py(
                     file, field, lambda d: read_by_h5py(d, index, rows)
@@ -289,8 +289,6 @@ class Hdf5Rows:
             kept.load(rows, raw, self._scratch, parallel)
             return kept.take(rows, buffers, parallel)
 
-        return self._explain(file, field, rows, read)
-
     def _load_block(self, key: Key) -> Any:
         """Return all rows of a block of chunks."""
         file, field, block = key
@@ -300,19 +298,16 @@ class Hdf5Rows:
         def by_h5py(region: tuple[slice, ...]) -> Any:
             return self._by_h5py(file, field, lambda dataset: dataset[region])
 
-        def load() -> Any:
+        with self._explain(file, field, rows):
             if index.method is ReadMethod.H5PY_CHUNKS:
                 return by_h5py((slice(rows.start, rows.stop),))
             return read_chunks(index, self._raw_file(file), by_h5py, block)
 
-        return self._explain(file, field, rows, load)
-
-    def _explain(
-        self, file: int, field: int, rows: Any, read: Callable[[], Any]
-    ) -> Any:
-        """Return `read()`; raise errors as a DataError with file, rows and dataset."""
+    @contextlib.contextmanager
+    def _explain(self, file: int, field: int, rows: Any) -> Iterator[None]:
+        """Raise errors of a read as a DataError with file, rows and dataset."""
         try:
-            return read()
+            yield
         # Errors of HDF5, of the system, and of our own decoder, in one form.
         except (*_READ_ERRORS, DataError) as error:
             path, where = self._paths[file], "no rows"

@@ -124,7 +124,10 @@ class SlurmClusterResolver:
     ):
         self._rank = _number(_SRUN.rank)
         self._port_base = validation.integer("port_base", port_base, 0)
-        self._tasks = _tasks_of_hosts(tasks_per_node)
+        hosts = _tasks_of_hosts(tasks_per_node)
+        # By rank: its host, and its number there
+        self._tasks = [(host, i) for host, n in hosts.items() for i in range(n)]
+        count = len(self._tasks)
         if jobs is None:
             jobs = {"worker": _number(_SRUN.size)}
         elif not isinstance(jobs, Mapping):
@@ -132,25 +135,23 @@ class SlurmClusterResolver:
                 f"jobs must be numbers of tasks by name, not {validation.shown(jobs)}"
             )
         self._jobs = _numbers_of("jobs", jobs)
-        asked, count = sum(self._jobs.values()), sum(self._tasks.values())
-        if asked != count:
+        if (asked := sum(self._jobs.values())) != count:
             raise LaunchError(f"jobs have {asked} tasks, but Slurm started {count}")
         if not 0 <= self._rank < count:
             raise LaunchError(
                 f"{_SRUN.rank}={self._rank} is not one of the {count} tasks on "
-                f"{list(self._tasks)}"
+                f"{list(hosts)}"
             )
         self._gpus, self._gpus_per_task = _find_gpus(
-            gpus_per_node, gpus_per_task, max(self._tasks.values())
+            gpus_per_node, gpus_per_task, max(hosts.values())
         )
-        if not validation.switch("auto_set_gpu", auto_set_gpu):
-            self._gpus = []
+        self._sets_gpus = validation.switch("auto_set_gpu", auto_set_gpu)
         self.task_type: str | None = None
         self.task_id: int | None = None
         self.rpc_layer = rpc_layer
 
     def __repr__(self) -> str:
-        return one_line(self, lambda: f"task {self._rank} of {dict(self._jobs)}")
+        return one_line(self, lambda: f"task {self._rank} of {self._jobs}")
 
     @property
     def environment(self) -> str:
@@ -163,8 +164,7 @@ class SlurmClusterResolver:
         Afterwards `task_type` and `task_id` are those of this process, and, with
         `auto_set_gpu`, the GPUs are assigned.
         """
-        tasks = [(host, i) for host, n in self._tasks.items() for i in range(n)]
-        addresses = [f"{host}:{self._port_base + i}" for host, i in tasks]
+        addresses = [f"{host}:{self._port_base + i}" for host, i in self._tasks]
         spec, start = ClusterSpec(), 0
         for job in sorted(self._jobs):
             stop = start + self._jobs[job]
@@ -172,11 +172,10 @@ class SlurmClusterResolver:
             if start <= self._rank < stop:
                 self.task_type, self.task_id = job, self._rank - start
             start = stop
-        if self._gpus and self._gpus_per_task:
-            first = tasks[self._rank][1] * self._gpus_per_task
-            os.environ[_VISIBLE] = ",".join(
-                self._gpus[first : first + self._gpus_per_task]
-            )
+        first = self._tasks[self._rank][1] * self._gpus_per_task
+        mine = self._gpus[first : first + self._gpus_per_task]
+        if self._sets_gpus and mine:
+            os.environ[_VISIBLE] = ",".join(mine)
         return spec
 
     def get_task_info(self) -> tuple[str | None, int | None]:
@@ -217,10 +216,9 @@ def below_srun(rank: int, size: int) -> SlurmClusterResolver | None:
 
     It knows this process's task, and does not assign GPUs.
     """
-    expected = {_SRUN.rank: rank, _SRUN.size: size}
-    if any(os.environ.get(name) != str(value) for name, value in expected.items()):
-        return None
-    if is_of_mpirun(os.environ):  # Slurm's variables describe mpirun's daemons
+    expected = {_SRUN.rank: str(rank), _SRUN.size: str(size)}
+    # Below mpirun, Slurm's variables describe mpirun's daemons
+    if not expected.items() <= os.environ.items() or is_of_mpirun(os.environ):
         return None
     try:
         resolver = SlurmClusterResolver(auto_set_gpu=False)
@@ -286,18 +284,17 @@ def _numbers_of(argument: str, tasks: Mapping[str, int]) -> dict[str, int]:
 
 def _variable(name: str) -> str:
     """Return a variable of a job step; a LaunchError if it is not set."""
-    text = os.environ.get(name)
-    if text is None:
+    if name not in os.environ:
         raise LaunchError(
             f"{name} is not set: this process was not started by Slurm's srun"
         )
-    return text
+    return os.environ[name]
 
 
 def _number(name: str) -> int:
-    number = decimal(_variable(name))
-    if number is None:
-        raise LaunchError(f"{name} must be a number, not {os.environ[name]!r}")
+    text = _variable(name)
+    if (number := decimal(text)) is None:
+        raise LaunchError(f"{name} must be a number, not {text!r}")
     return number
 
 
@@ -323,10 +320,10 @@ def _expand_ranges(ranges: str, text: str) -> list[str]:
     numbers: list[str] = []
     for word in ranges.split(","):
         first, _, last = word.partition("-")
-        if not 0 <= int(last or first) - int(first) < _MOST:
+        wanted = range(int(first), int(last or first) + 1)
+        if not 0 < len(wanted) <= _MOST:
             raise LaunchError(f"{text!r} is not a list of hosts: {word!r}")
-        end = int(last or first) + 1
-        numbers += [f"{i:0{len(first)}}" for i in range(int(first), end)]
+        numbers += [f"{i:0{len(first)}}" for i in wanted]
     return numbers
 
 

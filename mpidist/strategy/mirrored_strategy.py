@@ -8,7 +8,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpidist.comm.banner import show_banner
+from mpidist.comm.banner import banner, show_once
 from mpidist.comm.cross_device_ops import CrossDeviceOps
 from mpidist.comm.device_info import GpuRequest
 from mpidist.comm.packing import Axis
@@ -77,7 +77,7 @@ class MirroredStrategy(StrategyV1):
             )
         )
         self._devices = None if devices is None else copy.copy(devices)
-        show_banner(self._extended)
+        show_once(self._extended, "banner", lambda: banner(self._extended))
         report_at_end(self._extended)
         if self._extended.timeline_folder:
             start_by_environment(self._extended)

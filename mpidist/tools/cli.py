@@ -99,7 +99,6 @@ class _PrintCompletion(argparse.Action):
 def _add_command(
     commands: Commands,
     run: Callable[[argparse.Namespace], int],
-    summary: str,
     failed: int | None = None,
 ) -> Callable[..., argparse.Action]:
     """Add a command, and return the method that adds arguments to it.
@@ -107,14 +106,14 @@ def _add_command(
     Args:
       commands: of the main parser.
       run: executes the command and returns the exit status. Its name is the command's,
-        and its docstring the help, with an example.
-      summary: a line.
+        and its docstring the help, with an example. The first line is the summary.
       failed: the exit status where data cannot be read; None to raise such errors.
     """
     description, title, rest = (inspect.getdoc(run) or "").partition("Example:")
+    summary = description.partition(".\n")[0]
     parser: argparse.ArgumentParser = commands.add_parser(
         run.__name__.strip("_"),
-        help=summary,
+        help=summary[:1].lower() + summary[1:],
         description=description,
         epilog=title + rest,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -157,8 +156,7 @@ def _integer(least: int, most: int = _LARGEST) -> Callable[[str], int]:
 
 
 def _add_run(commands: Commands) -> None:
-    summary = "start a job with the right mpirun, or srun"
-    add = _add_command(commands, _run, summary, failed=2)
+    add = _add_command(commands, _run, failed=2)
     ranks = "number of ranks; in Slurm by default the allocated tasks"
     add("-n", "--ranks", type=_integer(1, (1 << 31) - 1), metavar="N", help=ranks)
     add("--dry-run", action="store_true", help="print the command line, start nothing")
@@ -185,7 +183,7 @@ def _add_run(commands: Commands) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Start a job with the right launcher.
+    """Start a job with the right mpirun, or srun.
 
     It uses the mpirun of the MPI library that mpi4py is linked to, or srun in a
     Slurm allocation. Python scripts run with the current Python; other programs run
@@ -228,8 +226,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _add_doctor(commands: Commands) -> None:
-    summary = "check the machine or allocation of a job"
-    add = _add_command(commands, _doctor, summary)
+    add = _add_command(commands, _doctor)
     add(
         "--paths",
         nargs="+",
@@ -271,8 +268,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _add_plan(commands: Commands) -> None:
-    summary = "show what each rank of a job will read, without MPI"
-    add = _add_command(commands, _plan, summary, failed=1)
+    add = _add_command(commands, _plan, failed=1)
     files = "HDF5 file, or a pattern in quotes"
     _of_files(add("files", nargs="+", metavar="FILE", help=files))
     size, ranks = "global batch size", f"of the job, up to {_MOST_RANKS:,}"
@@ -297,10 +293,10 @@ def _add_plan(commands: Commands) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    """Show what each rank of a job will read: rows, bytes, files, steps.
+    """Show what each rank of a job will read, without MPI.
 
-    Runs in one process, without MPI, and reads file metadata, not the rows. The
-    numbers are those of the first epoch of
+    Counts rows, bytes, files and steps, in one process, and reads file metadata, not
+    the rows. The numbers are those of the first epoch of
       Dataset.from_hdf5(FILES, DATASETS).shuffle(SEED).batch(N)
     given to Strategy.experimental_distribute_dataset on R ranks.
 
@@ -323,8 +319,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _add_tune(commands: Commands) -> None:
-    summary = "measure the fastest transport for each size, under mpirun"
-    add = _add_command(commands, _tune, summary)
+    add = _add_command(commands, _tune)
     output = (
         "the file; by default $MPIDIST_TRANSPORTS, or mpidist/transports.json in "
         "$XDG_CONFIG_HOME or ~/.config"
@@ -337,7 +332,7 @@ def _add_tune(commands: Commands) -> None:
 
 
 def _tune(args: argparse.Namespace) -> int:
-    """Measure the fastest transport for each size.
+    """Measure the fastest transport for each size, under mpirun.
 
     Run it on an idle machine, with the same number of nodes and ranks per node as
     your jobs. It writes a file that strategies with this layout and MPI library
@@ -369,18 +364,16 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 def _add_diff(commands: Commands) -> None:
-    summary = "name the first collective that differed between ranks, without MPI"
-    add = _add_command(commands, _diff, summary, failed=2)
+    add = _add_command(commands, _diff, failed=2)
     _of_files(add("dumps", nargs="+", type=Path, help="folders, or files"))
 
 
 def _diff(args: argparse.Namespace) -> int:
-    """Compare the flight recorders of all ranks.
+    """Name the first collective that differed between ranks, without MPI.
 
     If MPIDIST_DUMPS names a folder, each rank records its last 1,000 collectives
-    there; the files stay if the job does not end normally. This command names the
-    first call that differs between ranks, and the ranks that did not reach the last
-    call.
+    there; the files stay if the job does not end normally. The command also names
+    the ranks that did not reach the last call.
 
     Example:
       mpidist diff dumps
@@ -396,8 +389,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _add_report(commands: Commands) -> None:
-    summary = "show how a job spent its time, without MPI"
-    add = _add_command(commands, _report, summary, failed=1)
+    add = _add_command(commands, _report, failed=1)
     _of_files(add("folder", type=Path, metavar="FOLDER", help="of a timeline"))
     page, default = "the page (default report.html)", Path("report.html")
     flags = "-o", "--output"
@@ -407,12 +399,13 @@ def _add_report(commands: Commands) -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
-    """Show how a job spent its time, as a page for a browser.
+    """Show how a job spent its time, without MPI.
 
     The folder contains the timeline of a job with MPIDIST_TIMELINE=FOLDER or
-    strategy.timeline(FOLDER). The job may still run, or have been killed. The page
-    is one file that works offline. The trace, for https://ui.perfetto.dev or
-    chrome://tracing, has the events of all ranks on a common clock.
+    strategy.timeline(FOLDER). The job may still run, or have been killed. The page,
+    for a browser, is one file that works offline. The trace, for
+    https://ui.perfetto.dev or chrome://tracing, has the events of all ranks on a
+    common clock.
 
     Example:
       mpidist report timeline -o report.html --trace trace.json.gz
@@ -451,8 +444,7 @@ def _require_free(args: argparse.Namespace) -> None:
 def _add_config(commands: Commands) -> None:
     from mpidist.tools.config import assignment
 
-    summary = "print the settings and their origin, without MPI"
-    add = _add_command(commands, _config, summary)
+    add = _add_command(commands, _config)
     add("assignments", nargs="*", type=assignment, metavar="NAME=VALUE")
     add("--json", action="store_true", help="print JSON")
     # For docs/settings.md
@@ -460,10 +452,10 @@ def _add_config(commands: Commands) -> None:
 
 
 def _config(args: argparse.Namespace) -> int:
-    """Print each setting with its value and its origin.
+    """Print the settings and their origin, without MPI.
 
-    That is an argument, the environment, the tuning file, or the default. Runs
-    without MPI. Arguments NAME=VALUE act like arguments in a program.
+    An origin is an argument, the environment, the tuning file, or the default.
+    Arguments NAME=VALUE act like arguments in a program.
 
     Example:
       mpidist config
@@ -485,15 +477,15 @@ def _config(args: argparse.Namespace) -> int:
 
 
 def _add_version(commands: Commands) -> None:
-    summary = "print the installed versions, for bug reports"
-    add = _add_command(commands, _version, summary)
+    add = _add_command(commands, _version)
     add("--json", action="store_true", help="print JSON")
 
 
 def _version(args: argparse.Namespace) -> int:
-    """Print the versions of mpidist, Python, the packages that it uses, and MPI.
+    """Print the installed versions, for bug reports.
 
-    Loads the MPI library in a process of its own, and does not start it.
+    Those of mpidist, Python, the packages that it uses, and MPI, whose library is
+    loaded in a process of its own, and not started.
 
     Example:
       mpidist version --json

@@ -14,8 +14,8 @@ import json
 import math
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ from mpidist.hdf5 import read as hdf5_rows
 from mpidist.hdf5.chunks import filter_name
 from mpidist.hdf5.files import list_files
 from mpidist.hdf5.index import DatasetIndex, ReadMethod, choose_datasets
-from mpidist.hdf5.read import BlockCache, Hdf5Rows, block_rows
+from mpidist.hdf5.read import Hdf5Rows, block_rows
 from mpidist.options import AutoShardPolicy
 from mpidist.util.available_memory import as_text
 from mpidist.util.representation import counted
@@ -45,13 +45,8 @@ _UNEVEN = 0.05
 _OFTEN = 1.5
 _MOST_LISTED = 8
 _MOST_LINES = 10
-_COLUMNS = {
-    "rows": "rows",
-    "per step": "rows_per_step",
-    "last step": "rows_in_last_step",
-    "empty steps": "empty_steps",
-    "files": "files",
-}
+# Of the table, between ranks and reads
+_COLUMNS = ("rows", "rows_per_step", "rows_in_last_step", "empty_steps", "files")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,57 +123,39 @@ class Plan:
     notes: list[str]  # on what costs time, or may be surprising
 
 
-class DryRows:
-    """A row source of row numbers, which counts the reads of a job with these rows.
+class DryRows(Hdf5Rows):
+    """Rows of which only the numbers are read: what a job would read is counted.
 
-    A dataset over it yields the numbers of the rows that the job reads, and uses the
-    same cache of chunks.
+    Blocks of chunks, which are not decoded, go through the cache as in a job.
     """
 
-    def __init__(self, rows: Hdf5Rows):
-        self._rows = rows
-        self.file_map = rows.file_map()
-        self.files = self.file_map.files
-        self.file_count = rows.file_count
-        self.describe, self.chunk_layout = rows.describe, rows.chunk_layout
-        self.retain = rows.retain
-        self.indexes = [index for file in self.files for index in file.datasets]
-        self.decoded = [index for index in self.indexes if index.is_in_blocks]
-        self.decoded_bytes = sum(c.row_bytes * c.shape[0] for c in self.decoded)
-        self.filled_files = sum(file.rows > 0 for file in self.files)
-        self.restart()
+    read_bytes = decoded_chunks = 0
 
     def restart(self) -> None:
         """Reset the counts and the cache."""
-        self._cache = BlockCache(1, hdf5_rows.KEPT_BYTES)
+        self._start()
         self.read_bytes = self.decoded_chunks = 0
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def shard_files(self, workers: int, worker: int) -> DryRows:
         """See `FileSource.shard_files`; no file is indexed again."""
-        rows = self._rows.shard_files(workers, worker)
-        rows.adopt(self.files[worker::workers])
-        return DryRows(rows)
-
-    def reserve_cache(self, rows: int) -> None:
-        """See `ChunkedSource.reserve_cache`."""
-        self._cache.capacity_bytes = self.file_map.cache_bytes_for(rows)
+        share = DryRows(self._paths[worker::workers], tuple(self._names), threads=1)
+        share.adopt(self.file_map().files[worker::workers])
+        return share
 
     def read(self, rows: Rows) -> Rows:
         """Return the numbers of the rows, and count the reads of these rows."""
-        parts = list(self.file_map.cut(rows))
-        if needed := list(self.file_map.blocks_in(parts)):
-            self._cache.get(needed, self._decode)
+        file_map = self.file_map()
+        parts = list(file_map.cut(rows))
+        if needed := list(file_map.blocks_in(parts)):
+            self._blocks.get(needed, self._load_block)
         for part in parts:
-            for index in self.files[part.file].datasets:
-                self.read_bytes += _alone_bytes(index, part.rows)
+            indexes = file_map.files[part.file].datasets
+            self.read_bytes += sum(_alone_bytes(each, part.rows) for each in indexes)
         return rows
 
-    def _decode(self, key: tuple[int, ...]) -> Any:
+    def _load_block(self, key: tuple[int, ...]) -> Any:
         file, field, block = key
-        index = self.files[file].datasets[field]
+        index = self._index(file, field)
         decoded_bytes = stored_bytes = len(block_rows(index, block)) * index.row_bytes
         if index.method is ReadMethod.CHUNKS:
             across = math.prod(index.grid[1:])
@@ -189,12 +166,32 @@ class DryRows:
         return np.broadcast_to(np.uint8(0), decoded_bytes)
 
     @functools.cached_property
+    def indexes(self) -> list[DatasetIndex]:
+        """The indexes of all datasets in all files."""
+        return [index for file in self.file_map().files for index in file.datasets]
+
+    @functools.cached_property
+    def decoded(self) -> list[DatasetIndex]:
+        """Those of datasets whose chunks are decoded whole."""
+        return [index for index in self.indexes if index.is_in_blocks]
+
+    @functools.cached_property
+    def decoded_bytes(self) -> int:
+        """The bytes of all their rows in memory."""
+        return _memory_bytes(self.decoded)
+
+    @functools.cached_property
+    def filled_files(self) -> int:
+        """The number of files that have rows."""
+        return sum(file.rows > 0 for file in self.file_map().files)
+
+    @functools.cached_property
     def bytes_of_any_row(self) -> int | None:
         """The bytes that each row takes; None if they depend on the row."""
-        if any(index.is_in_blocks or index.fill for index in self.indexes):
+        if self.decoded or any(index.fill for index in self.indexes):
             return None
         one = np.zeros(1, np.int64)
-        filled = [file.datasets for file in self.files if file.rows]
+        filled = [file.datasets for file in self.file_map().files if file.rows]
         sizes = {sum(_alone_bytes(index, one) for index in each) for each in filled}
         return sizes.pop() if len(sizes) == 1 else None
 
@@ -210,11 +207,17 @@ def _alone_bytes(index: DatasetIndex, rows: Rows) -> int:
     return int(is_written.sum()) * index.chunk_row_bytes
 
 
-class _Reads(NamedTuple):
-    """The reads of one rank in an epoch."""
+def _memory_bytes(indexes: Iterable[DatasetIndex]) -> int:
+    return sum(index.row_bytes * index.shape[0] for index in indexes)
 
-    read_bytes: int
-    decoded_chunks: int
+
+def _stored_bytes(index: DatasetIndex) -> int:
+    if index.method is ReadMethod.CHUNKS:
+        return int(index.sizes.sum())
+    if index.method is not ReadMethod.BYTES:
+        return _memory_bytes([index])
+    written = int((index.offsets >= 0).sum())
+    return index.dtype.itemsize * math.prod(index.chunk) * written
 
 
 @dataclasses.dataclass(eq=False)
@@ -227,12 +230,22 @@ class _Share:
     steps: int
     first: int  # rows in the first batch, and in each but the last
     last: int
-    reads: _Reads | None = None  # None before they are counted
+    read_bytes: int | None = None  # None before the reads are counted
+    decoded_chunks: int = 0
 
     @property
     def rows(self) -> int:
         """The rows of this rank in an epoch."""
         return self.first * max(0, self.steps - 1) + self.last
+
+    def kept_bytes(self) -> int:
+        """Return the largest number of bytes of decoded chunks in the cache."""
+        limit, mixed = hdf5_rows.KEPT_BYTES, self.pipeline.chunk_shuffle(_EPOCH)
+        if mixed is not None and self.steps:
+            batch = self.pipeline.positions(_EPOCH, 0, self.part)
+            rows = mixed.rows_in_use(np.arange(batch.start, batch.stop))
+            limit = self.source.file_map().cache_bytes_for(rows)
+        return min(limit, self.source.decoded_bytes)
 
 
 def _shares(dataset: Dataset, policy: AutoShardPolicy, ranks: int) -> list[_Share]:
@@ -252,7 +265,7 @@ def _shares(dataset: Dataset, policy: AutoShardPolicy, ranks: int) -> list[_Shar
     return shares * (ranks // len(shares))
 
 
-def _count_reads(shares: Iterable[_Share], policy: AutoShardPolicy) -> None:
+def _count_reads(shares: Sequence[_Share], policy: AutoShardPolicy) -> None:
     """Count what all ranks read, or some at equal distances if that takes too long."""
     # Multiples of the golden ratio spread any number of ranks evenly
     spread = {share: i * 0.618034 % 1 for i, share in enumerate(dict.fromkeys(shares))}
@@ -263,7 +276,7 @@ def _count_reads(shares: Iterable[_Share], policy: AutoShardPolicy) -> None:
         if policy is AutoShardPolicy.FILE:  # ranks without rows need the dtypes
             pipeline.example(_EPOCH)
         if (row_bytes := source.bytes_of_any_row) is not None:
-            share.reads = _Reads(source.read_bytes + share.rows * row_bytes, 0)
+            share.read_bytes = source.read_bytes + share.rows * row_bytes
             continue
         several = steps_per_read(pipeline, share.part.replicas)
         for first in range(0, share.steps if share.rows else 0, several):
@@ -271,30 +284,16 @@ def _count_reads(shares: Iterable[_Share], policy: AutoShardPolicy) -> None:
                 return
             steps = range(first, min(first + several, share.steps))
             pipeline.local_batches(_EPOCH, steps, share.part)
-        share.reads = _Reads(source.read_bytes, source.decoded_chunks)
+        share.read_bytes = source.read_bytes
+        share.decoded_chunks = source.decoded_chunks
 
 
-def _total_reads(shares: Sequence[_Share]) -> tuple[int | None, int | None]:
-    """Return bytes and chunks of all ranks, by the rows of those that were counted."""
-    reads = [share.reads for share in shares if share.reads]
-    if not reads:
-        return None, None
-    scale = 1.0
-    if len(reads) < len(shares):
-        counted_rows = sum(share.rows for share in shares if share.reads)
-        scale = sum(share.rows for share in shares) / counted_rows
-    read_bytes, decoded_chunks = (round(scale * sum(each)) for each in zip(*reads))
-    return read_bytes, decoded_chunks
-
-
-def _kept_bytes(share: _Share) -> int:
-    """Return the largest number of bytes of decoded chunks in a rank's cache."""
-    limit, mixed = hdf5_rows.KEPT_BYTES, share.pipeline.chunk_shuffle(_EPOCH)
-    if mixed is not None and share.steps:
-        batch = share.pipeline.positions(_EPOCH, 0, share.part)
-        rows = mixed.rows_in_use(np.arange(batch.start, batch.stop))
-        limit = share.source.file_map.cache_bytes_for(rows)
-    return min(limit, share.source.decoded_bytes)
+def _total(shares: Sequence[_Share], counts: Sequence[int]) -> int | None:
+    """Return the sum of all ranks, from counts of those that were counted."""
+    if len(counts) in (0, len(shares)):
+        return sum(counts) if counts else None
+    counted_rows = sum(share.rows for share in shares if share.read_bytes is not None)
+    return round(sum(share.rows for share in shares) / counted_rows * sum(counts))
 
 
 def make_plan(request: Request) -> Plan:
@@ -309,7 +308,8 @@ def make_plan(request: Request) -> Plan:
     names, others = list(request.datasets), list[str]()
     if not names:
         names, others = choose_datasets(paths[0])
-    source = DryRows(Hdf5Rows(paths, tuple(names)))
+    source = DryRows(paths, tuple(names), threads=1)
+    files = source.file_map().files
     dataset = Dataset(SourceMapDataset(source))
     if request.shuffle:
         window = request.window_chunks
@@ -318,20 +318,19 @@ def make_plan(request: Request) -> Plan:
     policy = AutoShardPolicy[request.policy.upper()]
     shares = _shares(dataset, policy, request.ranks)
     _count_reads(shares, policy)
-    rows = [share.rows for share in shares]
+    reads = [share for share in shares if share.read_bytes is not None]
+    groups, rows = _groups(shares), [share.rows for share in shares]
     mean_rows = sum(rows) / len(rows)
-    read_bytes, decoded_chunks = _total_reads(shares)
-    groups = _groups(shares)
     mixed = shares[0].pipeline.chunk_shuffle(_EPOCH)
     plan = Plan(
         request=request,
-        files=len(source.files),
-        fewest_rows=min(file.rows for file in source.files),
-        most_rows=max(file.rows for file in source.files),
-        file_bytes=sum({f.path: f.state.size_bytes for f in source.files}.values()),
+        files=len(files),
+        fewest_rows=min(file.rows for file in files),
+        most_rows=max(file.rows for file in files),
+        file_bytes=sum({file.path: file.state.size_bytes for file in files}.values()),
         rows=len(source),
-        memory_bytes=sum(c.row_bytes * c.shape[0] for c in source.indexes),
-        datasets=[_dataset_plan(source, i) for i in range(len(names))],
+        memory_bytes=_memory_bytes(source.indexes),
+        datasets=[_dataset_plan(each) for each in zip(*(f.datasets for f in files))],
         chunks=sum(index.grid[0] for index in source.decoded),
         order=_order(request, mixed),
         steps=max(share.steps for share in shares),
@@ -341,16 +340,16 @@ def make_plan(request: Request) -> Plan:
         dropped_rows=len(source) - (rows[0] if request.policy == "off" else sum(rows)),
         mean_rows=mean_rows,
         imbalance=max(rows) / mean_rows - 1 if mean_rows else 0.0,
-        kept_bytes=max(map(_kept_bytes, dict.fromkeys(shares))),
-        counted_ranks=sum(share.reads is not None for share in shares),
-        read_bytes=read_bytes,
-        decoded_chunks=decoded_chunks,
+        kept_bytes=max(share.kept_bytes() for share in dict.fromkeys(shares)),
+        counted_ranks=len(reads),
+        read_bytes=_total(shares, [share.read_bytes or 0 for share in reads]),
+        decoded_chunks=_total(shares, [share.decoded_chunks for share in reads]),
         groups=groups,
         notes=[],
     )
-    decoding = _on_decoding(plan, mixed, source.decoded_bytes)
-    notes = [_on_batches(plan), _on_files(plan, others), decoding, _on_chunks(source)]
-    return dataclasses.replace(plan, notes=[*itertools.chain(*notes)])
+    on_files = _on_files(plan, others, source.decoded)
+    on_decoding = _on_decoding(plan, mixed, source.decoded_bytes)
+    return dataclasses.replace(plan, notes=[*_on_ranks(plan), *on_files, *on_decoding])
 
 
 def _groups(shares: Sequence[_Share]) -> list[RankGroup]:
@@ -364,16 +363,16 @@ def _groups(shares: Sequence[_Share]) -> list[RankGroup]:
 
     groups, first = [], 0
     for key, members in itertools.groupby(shares, numbers):
-        reads = [share.reads for share in members]
-        known = [each.read_bytes for each in reads if each]
+        reads = [share.read_bytes for share in members]
+        known = [each for each in reads if each is not None]
         mean, stop = sum(known) / len(known) if known else None, first + len(reads)
         groups.append(RankGroup(first, stop - 1, *key, mean))
         first = stop
     return groups
 
 
-def _dataset_plan(source: DryRows, field: int) -> DatasetPlan:
-    indexes = [file.datasets[field] for file in source.files]
+def _dataset_plan(indexes: Sequence[DatasetIndex]) -> DatasetPlan:
+    """Return the plan of a dataset, from its index in each file."""
     layouts = collections.Counter(map(_layout, indexes))
     first, stored_bytes = indexes[0], sum(map(_stored_bytes, indexes))
     return DatasetPlan(
@@ -387,15 +386,6 @@ def _layout(index: DatasetIndex) -> str:
         return f"{'' if why else 'contiguous: '}{index.method.value}{why}"
     filters = "".join(f", {filter_name(code)}" for code, _ in index.filters)
     return f"chunks of {index.chunk}{filters}: {index.method.value}{why}"
-
-
-def _stored_bytes(index: DatasetIndex) -> int:
-    if index.method is ReadMethod.CHUNKS:
-        return int(index.sizes.sum())
-    if index.method is not ReadMethod.BYTES:
-        return index.row_bytes * index.shape[0]
-    written = int((index.offsets >= 0).sum())
-    return index.dtype.itemsize * math.prod(index.chunk) * written
 
 
 def _order(request: Request, mixed: ChunkShuffle | None) -> str:
@@ -412,9 +402,9 @@ def _order(request: Request, mixed: ChunkShuffle | None) -> str:
     )
 
 
-def _on_batches(plan: Plan) -> Iterator[str]:
+def _on_ranks(plan: Plan) -> Iterator[str]:
+    """Yield notes on ranks that get fewer rows than others."""
     batch, ranks, groups = plan.request.batch, plan.request.ranks, plan.groups
-    is_divided = plan.request.policy == "data"
     if plan.steps == 0:
         rows = f"{plan.rows:,} rows make no batch of {batch:,}"
         yield f"there is no step: {rows if plan.rows else 'there are no rows'}"
@@ -423,7 +413,7 @@ def _on_batches(plan: Plan) -> Iterator[str]:
         sizes = [part.stop - part.start for part in parts]
         shown = ", ".join(map(str, sizes)) if ranks <= _MOST_LISTED else _span(sizes)
         text = f"{ranks:,} ranks {shown} rows"
-        if not is_divided:
+        if plan.request.policy != "data":
             text = f"each rank {sizes[0]:,} rows, {sizes[0] * ranks:,} in total"
         advice = " or ".join(f"{size:,}" for size in even_sizes(batch, ranks))
         yield f"batch {batch:,} gives {text}; use {advice}"
@@ -431,30 +421,41 @@ def _on_batches(plan: Plan) -> Iterator[str]:
     if plan.steps and never:
         yield f"there are no rows at all for {counted(never, 'rank')}"
     at_end = sum(g.count for g in groups if g.rows and not g.rows_in_last_step)
-    if at_end and is_divided:
-        yield (
-            f"the last step's {plan.rows_in_last_step:,} rows leave none for "
-            f"{counted(at_end, 'rank')}; --drop-remainder omits that step"
-        )
+    if at_end and plan.request.policy == "data":
+        rows = f"{plan.rows_in_last_step:,} rows leave none for"
+        what = f"the last step's {rows} {counted(at_end, 'rank')}"
+        yield f"{what}; --drop-remainder omits that step"
+    if plan.request.policy == "file" and plan.imbalance > _UNEVEN:
+        cause = f"the files have {plan.fewest_rows:,} to {plan.most_rows:,} rows"
+        if plan.files % ranks:
+            cause += f", and {plan.files:,} do not divide by {ranks:,} ranks"
+        more = f"one rank has {plan.imbalance:.1%} more rows than the mean"
+        yield f"{cause}: {more}; --policy data divides every batch evenly"
 
 
-def _on_files(plan: Plan, others: Sequence[str]) -> Iterator[str]:
+def _on_files(
+    plan: Plan, others: Sequence[str], decoded: Sequence[DatasetIndex]
+) -> Iterator[str]:
+    """Yield notes on datasets that are not read, and on large and small chunks."""
     if others:
         more = ", ..." if len(others) > _MOST_LISTED else ""
         names = ", ".join(others[:_MOST_LISTED])
         yield f"not read, because --datasets does not name them: {names}{more}"
-    ranks = plan.request.ranks
-    if plan.request.policy != "file" or plan.imbalance <= _UNEVEN:
-        return
-    cause = f"the files have {plan.fewest_rows:,} to {plan.most_rows:,} rows"
-    if plan.files % ranks:
-        cause += f", and {plan.files:,} do not divide by {ranks:,} ranks"
-    empty = sum(group.empty_steps * group.count for group in plan.groups)
-    yield (
-        f"{cause}: one rank has {plan.imbalance:.1%} more rows than the mean, and "
-        f"{empty / (plan.steps * ranks):.1%} of all batches are empty; --policy data "
-        "divides every batch evenly"
-    )
+    chunks = collections.Counter[tuple[str, int, int, int]]()
+    for index in decoded:
+        rows, chunk_bytes = (
+            index.chunk[0],
+            index.dtype.itemsize * math.prod(index.chunk),
+        )
+        kind = index.name, rows, rows * index.row_bytes, chunk_bytes
+        chunks[kind] += math.prod(index.grid)
+    for (name, rows, block_bytes, chunk_bytes), count in chunks.items():
+        if block_bytes > _HUGE_BYTES:
+            what = f"reading one row decodes {rows:,} rows ({as_text(block_bytes)})"
+            yield f"{name}: {what}; chunks of 1 MiB are better"
+        if chunk_bytes < _TINY_BYTES and count > _MANY_CHUNKS:
+            what = f"{count:,} chunks have only {as_text(chunk_bytes)} each"
+            yield f"{name}: {what}; chunks of 1 MiB are better"
 
 
 def _on_decoding(
@@ -471,38 +472,17 @@ def _on_decoding(
     if mixed is None and plan.request.shuffle:
         why = "rows come from all chunks at once; omit --window-chunks 0"
     elif mixed is None:
-        files = ", --policy file whole files" if plan.files >= ranks else ""
-        why = (
-            f"a rank's {rows:,} rows of a batch are parts of chunks; --shuffle gives "
-            f"ranks separate chunks{files}"
-        )
+        why = f"a rank's {rows:,} rows of a batch are parts of chunks; --shuffle gives "
+        why += "ranks separate chunks"
     elif rows % mixed.stripe_rows:
         why = (
             f"ranks share stripes, of {mixed.stripe_rows} rows of a batch; a batch of "
-            f"{STRIPE_ROWS[-1] * ranks:,} rows, or a multiple, gives ranks their own"
         )
+        why += f"{STRIPE_ROWS[-1] * ranks:,} rows, or a multiple, gives ranks their own"
     else:
-        why = (
-            f"{mixed.stripes:,} stripes begin and end within chunks; smaller chunks, "
-            "or batches, would be better"
-        )
+        why = f"{mixed.stripes:,} stripes begin and end within chunks; smaller chunks, "
+        why += "or batches, would be better"
     yield f"chunks are decoded {times:.1f} times each per epoch, as {why}"
-
-
-def _on_chunks(source: DryRows) -> Iterator[str]:
-    """Yield notes on chunks that are too large or too small."""
-    kinds = collections.Counter[tuple[str, int, int, int]]()
-    for index in source.decoded:
-        chunk_bytes = index.dtype.itemsize * math.prod(index.chunk)
-        key = index.name, index.chunk[0], index.row_bytes, chunk_bytes
-        kinds[key] += math.prod(index.grid)
-    for (name, rows, row_bytes, chunk_bytes), chunks in kinds.items():
-        if rows * row_bytes > _HUGE_BYTES:
-            what = f"one row decodes {rows:,} rows ({as_text(rows * row_bytes)})"
-            yield f"{name}: reading {what}; chunks of 1 MiB are better"
-        if chunk_bytes < _TINY_BYTES and chunks > _MANY_CHUNKS:
-            what = f"{chunks:,} chunks have only {as_text(chunk_bytes)} each"
-            yield f"{name}: {what}; chunks of 1 MiB are better"
 
 
 def to_json(plan: Plan) -> str:
@@ -531,14 +511,14 @@ def _files(plan: Plan) -> Iterator[str]:
         f"{as_text(plan.memory_bytes)} in memory"
     )
     for dataset in plan.datasets:
-        layouts = [*dataset.layouts]
-        about = "about " if any("by h5py" in layout for layout in layouts) else ""
-        if len(layouts) > 1:
-            numbers = dataset.layouts.items()
-            layouts = [f"{text} (in {counted(n, 'file')})" for text, n in numbers]
+        layouts = "; ".join(
+            text if len(dataset.layouts) == 1 else f"{text} (in {counted(n, 'file')})"
+            for text, n in dataset.layouts.items()
+        )
+        about = "about " if "by h5py" in layouts else ""
         yield (
             f"  {dataset.name}: {dataset.dtype} {dataset.row_shape}, {about}"
-            f"{as_text(dataset.stored_bytes)}, {'; '.join(layouts)}"
+            f"{as_text(dataset.stored_bytes)}, {layouts}"
         )
 
 
@@ -571,39 +551,32 @@ def _job(plan: Plan) -> Iterator[str]:
     yield f"reads: {reads}"
     if request.ranks_per_node is not None:
         ranks = min(request.ranks_per_node, request.ranks)
-        read_bytes = (plan.read_bytes or 0) / request.ranks * ranks
-        reads = f"reads {as_text(read_bytes)} per epoch, and "
+        reads = as_text((plan.read_bytes or 0) / request.ranks * ranks)
+        reads = f"reads {reads} per epoch, and " if plan.counted_ranks else ""
         yield (
             f"nodes: {-(-request.ranks // ranks):,} of {counted(ranks, 'rank')}; each "
-            f"{reads if plan.counted_ranks else ''}keeps up to "
-            f"{as_text(plan.kept_bytes * ranks)} of chunks; cache() would keep "
-            f"{as_text(plan.memory_bytes)}"
+            f"{reads}keeps up to {as_text(plan.kept_bytes * ranks)} of chunks; cache() "
+            f"would keep {as_text(plan.memory_bytes)}"
         )
 
 
 def _table(plan: Plan) -> Iterator[str]:
     """Yield a line for each group of ranks, or for several groups if there are many."""
-    groups, size = plan.groups, -(-len(plan.groups) // _MOST_LINES)
-    rows = [["ranks", *_COLUMNS, "reads"]]
-    for several in (groups[i : i + size] for i in range(0, len(groups), size)):
+    size = -(-len(plan.groups) // _MOST_LINES)
+    about = "~" if plan.counted_ranks < plan.request.ranks else ""
+    rows = [["ranks", *(name.replace("_", " ") for name in _COLUMNS), "reads"]]
+    for start in range(0, len(plan.groups), size):
+        several = plan.groups[start : start + size]
         first, last = several[0].first, several[-1].last
-        known = [group for group in several if group.read_bytes is not None]
-        reads = "-"
-        if known:
-            read_bytes = sum((group.read_bytes or 0) * group.count for group in known)
-            about = "~" if plan.counted_ranks < plan.request.ranks else ""
-            reads = about + as_text(read_bytes / sum(group.count for group in known))
         ranks = f"{first}-{last}" if last > first else f"{first}"
-        spans = [
-            _span([getattr(g, name) for g in several]) for name in _COLUMNS.values()
-        ]
-        rows.append([ranks, *spans, reads])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        yield "  ".join([row[0].ljust(widths[0]), *cells[1:]])
+        numbers = [_span([getattr(g, name) for g in several]) for name in _COLUMNS]
+        reads = [group.read_bytes for group in several if group.read_bytes is not None]
+        rows.append([ranks, *numbers, about + _span(reads, as_text) if reads else "-"])
+    left, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    for ranks, *cells in rows:
+        yield "  ".join([ranks.ljust(left), *map(str.rjust, cells, widths)])
 
 
-def _span(numbers: Sequence[int]) -> str:
-    low, high = min(numbers), max(numbers)
-    return f"{low:,}" if low == high else f"{low:,}..{high:,}"
+def _span(numbers: Sequence[float], text: Callable[[Any], str] = "{:,}".format) -> str:
+    """Return the least number and the largest, or both as one if they are equal."""
+    return "..".join(dict.fromkeys([text(min(numbers)), text(max(numbers))]))

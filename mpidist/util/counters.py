@@ -186,9 +186,11 @@ class Counters:
         """
         words = [word for word in name.split() if not any(map(str.isdecimal, word))]
         name = " ".join(words)
-        if name not in self.operations and len(self.operations) >= _MOST_OPERATIONS:
-            name = "other operations"
-        return self.operations.setdefault(name, Operation(name))
+        if name not in self.operations:
+            if len(self.operations) >= _MOST_OPERATIONS:
+                name = "other operations"
+            self.operations.setdefault(name, Operation(name))
+        return self.operations[name]
 
     def snapshot(self) -> dict[str, Any]:
         """Return all counters as JSON-compatible objects."""

@@ -25,13 +25,26 @@ _KINDS = {
 }
 
 
-def require_regular(path: str | os.PathLike[str]) -> None:
+def require_regular(
+    path: str | os.PathLike[str], descriptor: int | None = None
+) -> None:
     """Raise unless `path`, after following links, is a regular file.
+
+    Args:
+      path: of the file.
+      descriptor: of the file, if it is open: then this is checked, not the path.
 
     Raises:
       OSError: it does not exist, or is of another type, which the message names.
     """
-    _require_mode(os.stat(path).st_mode, path)
+    mode = os.stat(path if descriptor is None else descriptor).st_mode
+    if stat.S_ISDIR(mode):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "of an unknown type")
+        raise OSError(
+            errno.EINVAL, f"it is {kind}, and must be a regular file", os.fspath(path)
+        )
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
@@ -52,7 +65,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     except BlockingIOError:  # wait until another process releases its lease
         descriptor = os.open(path, flags)
     try:
-        _require_mode(os.fstat(descriptor).st_mode, path)
+        require_regular(path, descriptor)
         os.set_blocking(descriptor, True)
     except BaseException:
         os.close(descriptor)
@@ -88,16 +101,6 @@ def user_directory(
     except (RuntimeError, KeyError):  # a user who is in no list of users
         return None
     return home / default if home.is_absolute() else None
-
-
-def _require_mode(mode: int, path: str | os.PathLike[str]) -> None:
-    if stat.S_ISDIR(mode):
-        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "of an unknown type")
-        raise OSError(
-            errno.EINVAL, f"it is {kind}, and must be a regular file", os.fspath(path)
-        )
 
 
 # After the final name, which may have dots as the host may

@@ -266,7 +266,7 @@ NESTS = st.recursive(
 def test_any_nest_comes_back(tmp_path, nest):
     path = tmp_path / "nest.h5"
     tree = encode({"nest": nest, "array": np.arange(20_000)}, ())
-    write_file(path, tree, {}, lambda *found: Header(1, *found))
+    write_file(path, tree, {}, Header(1))
     found = read_tree(path)
     (array,) = [leaf for leaf in found.children.values() if hasattr(leaf, "pieces")][:1]
     assert array.shape == (20_000,)
@@ -303,7 +303,7 @@ def test_any_arrays_come_back(tmp_path, kinds, random):
         made = np.frombuffer(data, dtype) if size else np.empty(0, dtype)
         held.append(made.reshape(shape))
     path = tmp_path / "arrays.h5"
-    write_file(path, encode(held, ()), {}, lambda *found: Header(1, *found))
+    write_file(path, encode(held, ()), {}, Header(1))
     found = decode(read_tree(path), {})
     assert [x.dtype for x in found] == [x.dtype for x in held]
     for x, y in zip(found, held, strict=True):

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from mpi4py import MPI
 
 from mpidist.comm.consensus.failures import FailureDetector
@@ -67,8 +66,8 @@ class NodeBarrier:
             cores = len(set().union(*comm.allgather(available_cores())))
             self._window = _shared_window(size, comm)
             self._window.Lock_all(MPI.MODE_NOCHECK)  # MPI_Win_sync needs an epoch
-        ranks = range(self.size)
-        memory = [self._memory(rank, size) for rank in ranks]
+        shared: list[Any] = [self._window.Shared_query(r)[0] for r in range(self.size)]
+        memory = [np.frombuffer(part, np.uint8, size) for part in shared]
         # All pages now: if memory were short later, their first use would be a SIGBUS
         memory[self.rank][:] = 0
         self._window.Sync()
@@ -104,10 +103,6 @@ class NodeBarrier:
         """Return an upper bound of the shared memory of each rank of a barrier."""
         last: int = _lay_out(page_bytes, slot_bytes)[-1].stop
         return last
-
-    def _memory(self, rank: int, size: int) -> npt.NDArray[np.uint8]:
-        memory: Any = self._window.Shared_query(rank)[0]
-        return np.frombuffer(memory, np.uint8, size)
 
     def wait(
         self,

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpidist.comm.banner import show_input
+from mpidist.comm.banner import show_once
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.data.contents import describe_contents
 from mpidist.data.dataset import (
@@ -119,7 +119,11 @@ class DistributedDataset:
         self._plan = plan
         self._epochs = EpochCounter(entropy)
         # A line at the start of the job, without communication or reading rows.
-        show_input(plan.extended, lambda: summarize(plan))
+        show_once(
+            plan.extended,
+            "input",
+            lambda: f"mpidist: the first dataset: {summarize(plan)}",
+        )
 
     def __repr__(self) -> str:
         return one_line(self, self._describe)

@@ -357,7 +357,7 @@ class DistributedIterator:
         call = CallSignature(_NEXT, (*where, ("steps at a time", most)), step=step)
 
         def describe(_: object) -> CallSignature:
-            if (kinds := prefetcher.kinds) is None or not self._plan.is_global:
+            if (kinds := prefetcher.reader.kinds) is None or not self._plan.is_global:
                 return call
             return call._replace(spec=kinds.spec, leaves=kinds.dtypes)
 

@@ -236,7 +236,8 @@ class _MapReader(BatchReader):
         # Views of one large read; an error of a later step does not lose those before.
         group: StepGroup = []
         try:
-            group.extend(LocalBatch(self._alike(batch)) for batch in batches)
+            alike = map(self._alike, batches) if self._is_mapped else batches
+            group.extend(map(LocalBatch, alike))
         except Exception as error:
             group.append(error)
         return group
@@ -250,7 +251,7 @@ class _MapReader(BatchReader):
         batch = self._pipeline.empty_batch(self._epoch) if is_over else self._load(step)
         # A replica without data learns from the template what its empty batch is like
         template = _template_of(as_element(batch)) if is_open_ended else None
-        return LocalBatch(self._alike(batch), template)
+        return LocalBatch(self._alike(batch) if self._is_mapped else batch, template)
 
     def end(self) -> None:
         self._open_sources.end()
@@ -266,7 +267,7 @@ class _MapReader(BatchReader):
 
         A replica's rows must have the dtypes that they have on any number of replicas.
         """
-        if self._is_mapped and (dtypes := _flat_dtypes(batch)) != self._last_dtypes:
+        if (dtypes := _flat_dtypes(batch)) != self._last_dtypes:
             kinds = _kinds_of(batch)
             self.kinds = self.kinds or kinds
             if kinds != self.kinds:
@@ -437,6 +438,10 @@ class Prefetcher:
 
     Short reads are done inline instead, since handing them over would take longer.
 
+    Attributes:
+      reader: of the batches.
+      max_group_size: the largest number of steps in a group.
+
     Args:
       reader: of the batches.
       depth: number of batches to prefetch; 0 reads each batch when it is requested,
@@ -449,7 +454,7 @@ class Prefetcher:
     def __init__(
         self, reader: BatchReader, depth: int, threads: int, steps: int, first: int
     ):
-        self._reader = reader
+        self.reader = reader
         self._depth = depth
         self._steps = steps
         self._first = first
@@ -459,18 +464,9 @@ class Prefetcher:
             collections.deque()
         )
         self._threads = threads if depth else 0
+        self.max_group_size = reader.group_size if self._threads else 1
         self._executor: ThreadPoolExecutor | None = None  # started on demand
         self._inline = _InlineReads(threads == 1 and reader.may_change_thread)
-
-    @property
-    def kinds(self) -> Kinds | None:
-        """The kinds of the batches so far, if functions make them."""
-        return self._reader.kinds
-
-    @property
-    def max_group_size(self) -> int:
-        """The largest number of steps in a group."""
-        return self._reader.group_size if self._threads else 1
 
     def group_size(self, step: int) -> int:
         """Return the number of steps in the group that starts at `step`.
@@ -478,14 +474,14 @@ class Prefetcher:
         Replicas agree once per group, so it must be equal on all of them: it depends
         on the step alone.
         """
-        if self._reader.is_slow_to_start:
+        if self.reader.is_slow_to_start:
             return min(self.max_group_size, max(1, step - self._first))
         return self.max_group_size
 
     def read(self, step: int) -> LocalBatch | None:
         """Return the batch of a step, or None at the end of the data."""
         if not self._threads:
-            return self._reader.read(step)
+            return self.reader.read(step)
         local_batch = self._wait_for(step).popleft()
         if isinstance(local_batch, Exception):
             raise local_batch
@@ -504,18 +500,18 @@ class Prefetcher:
     def skip(self, steps: int) -> int:
         """Skip the first steps; return how many there were."""
         if not self._threads:
-            return self._reader.skip(steps)
-        return self._start_threads().submit(self._reader.skip, steps).result()
+            return self.reader.skip(steps)
+        return self._start_threads().submit(self.reader.skip, steps).result()
 
     def end(self) -> None:
         """End the threads, but keep files open for the next epoch."""
         self._stop()
-        self._reader.end()
+        self.reader.end()
 
     def close(self, wait: bool = True) -> None:
         """End the threads and close the files."""
         self._stop(wait)
-        self._reader.close()
+        self.reader.close()
 
     def _stop(self, wait: bool = True) -> None:
         self._ready.clear()
@@ -548,7 +544,7 @@ class Prefetcher:
         """Read the next group in the calling thread."""
         count = self.group_size(self._requested)
         start = time.perf_counter()
-        self._ready.extend(self._reader.read_group(self._requested, count))
+        self._ready.extend(self.reader.read_group(self._requested, count))
         self._inline.record_inline(time.perf_counter() - start)
         self._requested += count
 
@@ -562,7 +558,7 @@ class Prefetcher:
             count = self.group_size(self._requested)
             # Without a reference to `self`, which could then not be garbage-collected
             future = self._start_threads().submit(
-                self._reader.read_group, self._requested, count
+                self.reader.read_group, self._requested, count
             )
             self._pending.append(future)
             self._requested += count

@@ -131,32 +131,27 @@ def _check_hdf5() -> list[Row]:
 
 def check_gpus() -> list[Row]:
     """Return rows on the GPUs that this process sees. It starts CUDA."""
-    remedy = "pip install cupy-cuda12x or cupy-cuda13x, as the driver needs"
-    why = "CuPy is not installed"
-    if importlib.util.find_spec("cupy") is not None:
-        from mpidist.device import binding
+    from mpidist.device import binding
 
-        try:
-            gpus = [binding.identify_gpu(i, "") for i in range(binding.gpu_count())]
-            if gpus:
-                return _describe_gpus(gpus, binding.cupy_version())
-        except ImportError as error:
-            why = " ".join(str(error).split())
-            return [Row(FAIL, f"CuPy is broken: {why}", f"reinstall it: {remedy}")]
-        why = "CuPy sees none"
+    remedy = "pip install cupy-cuda12x or cupy-cuda13x, as the driver needs"
+    is_installed = importlib.util.find_spec("cupy") is not None
+    try:
+        count = binding.gpu_count() if is_installed else 0
+        gpus = [binding.identify_gpu(i, "") for i in range(count)]
+    except ImportError as error:
+        why = " ".join(str(error).split())
+        return [Row(FAIL, f"CuPy is broken: {why}", f"reinstall it: {remedy}")]
+    if gpus:
+        found = ", ".join(f"{gpu.name} {gpu.pci_bus_id}" for gpu in gpus)
+        driver = f"{gpus[0].driver // 1000}.{gpus[0].driver % 1000 // 10}"
+        cuda = f"CuPy {binding.cupy_version()}, driver for CUDA {driver}"
+        remedy = "install the same CuPy and driver on all nodes"
+        return [Row(OK, found), Row(OK, cuda, remedy, "CUDA", unlike=WARN)]
+    why = "CuPy sees none" if is_installed else "CuPy is not installed"
     if any(Path(path).exists() for path in _GPU_DEVICES):
         remedy += ", and check that CUDA_VISIBLE_DEVICES is not empty"
         return [Row(WARN, f"there is an NVIDIA driver, but {why}", remedy)]
     return [Row(OK, f"none ({why})")]
-
-
-def _describe_gpus(gpus: Sequence[Any], cupy: str) -> list[Row]:
-    driver = f"{gpus[0].driver // 1000}.{gpus[0].driver % 1000 // 10}"
-    remedy = "install the same CuPy and driver on all nodes"
-    return [
-        Row(OK, ", ".join(f"{gpu.name} {gpu.pci_bus_id}" for gpu in gpus)),
-        Row(OK, f"CuPy {cupy}, driver for CUDA {driver}", remedy, "CUDA", unlike=WARN),
-    ]
 
 
 # Each runs in a child process, as a package or driver may crash or block

@@ -29,6 +29,10 @@ from mpidist.util.settings import CUDA_AWARE
 
 _PROBE_SECONDS = 130.0  # programs that try a GPU have limits of their own
 _MARGIN_SECONDS = 10.0
+_THREAD_LEVELS = (
+    *(MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED),
+    *(MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE),
+)
 _LARGE_BYTES = 4 << 20
 _LATENCIES, _BANDWIDTHS, _WARM_UP = 200, 10, 3
 # Of 8 bytes. Ranks with cores of their own take less over any network
@@ -51,7 +55,6 @@ def examine_ranks(
     if job.size == 1 and is_silent(environ):
         return  # MPI has not joined this process with those that the launcher started
     job.run(environ)
-    job.close()
 
 
 class _Job:
@@ -70,13 +73,8 @@ class _Job:
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
         self._local_rank, self._local_size = self.rank, self.size
 
-    def close(self) -> None:
-        """Finalize MPI. Collective."""
-        self._consensus.close()
-        MPI.Finalize()
-
     def run(self, environ: Mapping[str, str]) -> None:
-        """Run all checks, let rank 0 print, and agree on the status. Collective.
+        """Run all checks, let rank 0 print, agree on the status, and end MPI.
 
         Args:
           environ: see `examine_ranks`.
@@ -87,9 +85,11 @@ class _Job:
         self._step("gathering facts", 2 * seconds, lambda: None)
         self._step("finding nodes", seconds, lambda: self._check_mpi(environ))
         self._step("trying paths", 6 * seconds, self._try_paths)
-        if self.size > 1:
-            self._try_strategies()
+        if self.size > 1 and self._try_strategy(None) != "CPU":
+            self._try_strategy(["CPU:0"])
         self._end()
+        self._consensus.close()
+        MPI.Finalize()
 
     def _announce(self, stage: str, seconds: float) -> None:
         send("stage", (stage, 2 * (seconds + _MARGIN_SECONDS)))
@@ -130,8 +130,7 @@ class _Job:
             node = int(topology.node.bcast(self.rank))
             topology.close()
         self._facts = self._facts._replace(node=node)
-        levels = MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED
-        level = (*levels, MPI.THREAD_MULTIPLE).index(MPI.Query_thread())
+        level = _THREAD_LEVELS.index(MPI.Query_thread())
         standard = ".".join(map(str, MPI.Get_version()))
         found = f"{short_name(library)}, standard {standard}"
         remedy = "start all ranks with one MPI library, on every node"
@@ -157,26 +156,21 @@ class _Job:
                 self._rows += try_locks(held, self._seconds)
             self._gather("trying locks", None, limit)
 
-    def _try_strategies(self) -> None:
-        """Create strategies: on GPUs if there are, and on CPUs. Collective."""
-        if self._try_strategy(None) != "CPU":
-            self._try_strategy(["CPU:0"])
-
     def _try_strategy(self, devices: list[str] | None) -> str:
         """Report on a strategy and its speed; return the kind of its device."""
         has_gpu = any(row.what == "CUDA" for row in self._rows)
         limit = self._seconds + _PROBE_SECONDS * has_gpu
         self._announce("creating a strategy", limit)
+        what = "strategy" if devices is None else "all_reduce, CPU"
         try:
             group = ReplicaGroup(devices, None, self._comm, GpuRequest())
         except Exception as error:
-            what = "strategy" if devices is None else "all_reduce, CPU"
             self._add(_failed(what, error))
             return ""
         kind = group.device.partition(":")[0]
-        what = f"all_reduce, {kind}"
         if devices is None:
             self._add(check_strategy(banner(group).partition(": ")[2], group.gpus))
+        what = f"all_reduce, {kind}"
         self._announce(what, self._seconds)
         try:
             self._add(_measure_speed(group, self._comm)._replace(what=what))

@@ -147,10 +147,9 @@ def _wrap(first: str, others: str, text: str) -> list[str]:
 
 def to_json(rows: Sequence[Row], ranks: int | None) -> str:
     """Return one JSON object; `ranks` is None if MPI did not start."""
-    names = "status", "what", "found", "remedy"
     findings = [
-        dict(zip(names, (row.status.name, row.what, row.found, row.remedy)))
-        for row in rows
+        {"status": status.name, "what": what, "found": found, "remedy": remedy}
+        for status, found, remedy, what, _ in rows
     ]
     report = {"mpidist": __version__, "ranks": ranks, "status": worst(rows).name}
     return json.dumps({**report, "findings": findings}, indent=1)
