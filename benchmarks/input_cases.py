@@ -117,7 +117,7 @@ class Setting:
 
         def epoch() -> Iterator[Any]:
             for batch in batches:
-                yield batch if self.comm.size == 1 else batch.values[0]
+                yield batch.values[0]
 
         return epoch
 

@@ -11,8 +11,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 _IN_REPLICA = "in a function that strategy.run runs, get_replica_context()"
-_RANK = "strategy.extended.replica_id (in a replica function, get_replica_context()"
-_RANK += ".replica_id_in_sync_group)"
+_RANK = "strategy.rank"
 _MAKE = "mpidist.MirroredStrategy(), which starts everything"
 _VARIABLES = "a Variable made in strategy.scope(), which takes replica 0's value"
 _DIVIDED = "strategy.experimental_distribute_dataset, which divides a Dataset"
@@ -36,15 +35,17 @@ _TABLE = {
         "all_to_all alltoall": f"{_IN_REPLICA}.all_to_all",
         "reduce_scatter reducescatter": f"{_IN_REPLICA}.reduce_scatter",
         "all_gather_object allgather_object": "strategy.gather_objects",
-        "rank get_rank": _RANK,
+        "get_rank Get_rank": _RANK,
         "local_rank": "strategy.extended.topology.local_rank",
-        "size world_size get_world_size": "strategy.num_replicas_in_sync",
+        "world_size get_world_size Get_size": "strategy.size",
+        "bcast Bcast": "strategy.broadcast",
         "shutdown": "strategy.experimental_finalize",
     },
     "strategy": {
         "merge_call": f"{_IN_REPLICA}.merge_call",
         "replica_id replica_id_in_sync_group": _RANK,
-        "num_replicas num_workers": "strategy.num_replicas_in_sync",
+        "num_replicas num_workers": "strategy.size",
+        "is_chief is_main_process is_root": "strategy.is_first",
         "device": "strategy.extended.worker_devices",
         "distribute_dataset distribute_datasets": (
             "strategy.experimental_distribute_dataset"
@@ -75,6 +76,7 @@ _TABLE = {
         "from_tensor": "Dataset.from_tensors, or Dataset.from_tensor_slices for the "
         "rows",
         "from_iterable": "Dataset.from_generator",
+        "from_dataset": "mpidist.torch.from_dataset, for a dataset of PyTorch's",
         "list_files": "Dataset.from_hdf5, which takes a pattern such as 'data/*.h5'",
         "apply": "a call of the function with the dataset",
         "as_numpy_iterator": "iter(dataset), whose elements are NumPy arrays",
@@ -94,7 +96,7 @@ _TABLE = {
     "module": {
         "init init_process_group": _MAKE,
         "destroy_process_group": "strategy.experimental_finalize",
-        "barrier broadcast": "strategy.NAME",
+        "barrier broadcast rank size": "strategy.NAME",
         "broadcast_object broadcast_object_list": "strategy.broadcast_object",
         "broadcast_parameters broadcast_variables broadcast_global_variables "
         "broadcast_optimizer_state": _VARIABLES,
