@@ -163,7 +163,7 @@ class ReplicaGroup:
         try:
             self._set_up(devices, cross_device_ops, gpu_request)
         except Exception as error:  # it is raised on all ranks
-            cause = self.topology.failures.check(error)
+            cause = self.consensus.failures.check(error)
             self.consensus.close()
             if self._resources.channel is not None:
                 self._resources.channel.close()

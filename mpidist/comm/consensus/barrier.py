@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from mpidist.comm.consensus.failures import FailureDetector
 from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.waiting import Departures, WaitTimeoutError
 from mpidist.util.available_memory import LINE_BYTES, available_cores, round_up
@@ -41,8 +40,7 @@ class NodeBarrier:
       slot_bytes: of each of three more pieces of memory of each rank, see `slots`.
       names: the ranks' numbers in error messages.
       yield_cpu: whether to yield the core to other threads while waiting.
-      failures: detects ranks that have died.
-      departures: detects ranks that have left a collective.
+      departures: detects ranks that have left a collective, or died.
     """
 
     def __init__(
@@ -52,11 +50,9 @@ class NodeBarrier:
         slot_bytes: int = 0,
         names: Sequence[int] | None = None,
         yield_cpu: bool = False,
-        failures: FailureDetector | None = None,
         departures: Departures | None = None,
     ):
         self._comm = comm
-        self._failures = failures
         self._departures = departures
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._names = list(range(self.size) if names is None else names)
@@ -171,8 +167,6 @@ class NodeBarrier:
 
     def _let_mpi_work(self, is_endless: bool) -> None:
         """Let MPI make progress; raise if a rank has died or has left a collective."""
-        if self._failures is not None:
-            self._failures.require_none()
         if self._departures is None:
             self._comm.Iprobe()
         else:

@@ -280,7 +280,6 @@ def make_barrier(
                 _SLOT_BYTES,
                 names,
                 yield_cpu,
-                consensus.failures,
                 consensus.departures,
             ),
         )
