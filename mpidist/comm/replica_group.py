@@ -233,7 +233,7 @@ class ReplicaGroup:
         """
         for resources in list(_Resources.in_use.values()):
             if resources.owner() is not kept and not resources.topology.closed:
-                resources.node_memory.release()
+                resources.node_memory.close()
                 resources.consensus.close()
                 resources.topology.closed = True
 
@@ -443,12 +443,7 @@ class Channel:
         )
 
     def close(self) -> None:
-        """Free memory and communicators. Collective.
-
-        If ranks have died, the windows stay: MPI needs all ranks to free one.
-        """
-        if self._consensus.failures.ranks:
-            return
+        """Free memory and communicators. Collective."""
         # The transports first: they use the barrier's memory.
         try:
             self._transports.close()
