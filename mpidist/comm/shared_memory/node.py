@@ -60,18 +60,9 @@ def map_together(
 
     Raises, on all ranks, what `require_free` raises, or why a rank cannot map it.
     """
-    with Pending("making memory of a node", node):
-        memory, error = _map_together(node, size_bytes, require_free, is_sparse)
-    consensus.require_same(operation, error)
-    return memory
-
-
-def _map_together(
-    node: MPI.Intracomm, size_bytes: int, require_free: RequireFree, is_sparse: bool
-) -> tuple[Any, Exception | None]:
-    """Return memory of this node, and this rank's error, if any. Collective over it."""
     rank, memory = node.Get_rank(), None
-    file, is_named, error = _open_together(node)
+    with Pending("making memory of a node", node):
+        file, is_named, error = _open_together(node)
 
     def check() -> None:
         if rank == 0:
@@ -89,17 +80,20 @@ def _map_together(
         memory = np.frombuffer(mmap.mmap(file, size_bytes), np.uint8)
 
     try:
-        # Errors are kept: the other ranks are at the next collective
+        # Errors are kept: the other ranks of the node are at the next collective
         for step in (check, reserve, map_file):
-            if node.allreduce(error is None, MPI.LAND):
-                try:
+            with Pending("making memory of a node", node):
+                is_well = node.allreduce(error is None, MPI.LAND)
+            try:
+                if is_well:
                     step()
-                except Exception as caught:
-                    error = caught
+            except Exception as caught:
+                error = caught
+        consensus.require_same(operation, error)
     finally:  # the mapping needs no descriptor
         if file >= 0:
             os.close(file)
-    return memory, error
+    return memory
 
 
 def least_free(is_shared: bool) -> tuple[str, int]:
@@ -384,10 +378,6 @@ def make_barrier(
         return None
     # Ranks of the node as the strategy numbers them, for messages.
     names = node.group.Translate_ranks(None, consensus.comm.group)
-    departures = consensus.departures
-    return consensus.run(
-        operation,
-        lambda: NodeBarrier(
-            node, memory, page_bytes, _SLOT_BYTES, names, yield_cpu, departures
-        ),
-    )
+    sizes = page_bytes, _SLOT_BYTES
+    others = names, yield_cpu, consensus.departures
+    return consensus.run(operation, NodeBarrier, node, memory, *sizes, *others)
