@@ -239,8 +239,7 @@ class _Side:
     """
 
     def __init__(self, group: ReplicaGroup):
-        failures = group.topology.failures
-        self._failures = failures
+        failures = group.consensus.failures
         self.results = StepResults()
         with Pending("making a communicator", group.topology.comm):
             # A separate communicator: messages of the thread's collectives never match
@@ -280,7 +279,7 @@ class _Side:
         # Messages in flight would be received by the next communicator with this
         # context id. See `Consensus.drain`.
         if self.consensus.drain():
-            self._failures.free(self.consensus.comm)
+            self.consensus.failures.free(self.consensus.comm)
 
 
 class _Sides:

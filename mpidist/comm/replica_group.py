@@ -162,7 +162,7 @@ class ReplicaGroup:
         try:
             self._set_up(devices, cross_device_ops, gpu_request)
         except Exception as error:  # it is raised on all ranks
-            cause = self.topology.failures.check(error)
+            cause = self.consensus.failures.check(error)
             self.consensus.close()
             if self._resources.channel is not None:
                 self._resources.channel.close()
@@ -236,7 +236,7 @@ class ReplicaGroup:
         """
         for resources in list(_Resources.in_use.values()):
             if resources.owner() is not kept and not resources.topology.closed:
-                resources.node_memory.release()
+                resources.node_memory.close()
                 resources.consensus.close()
                 resources.topology.closed = True
 
@@ -446,12 +446,7 @@ class Channel:
         )
 
     def close(self) -> None:
-        """Free memory and communicators. Collective.
-
-        If ranks have died, the windows stay: MPI needs all ranks to free one.
-        """
-        if self._consensus.failures.ranks:
-            return
+        """Free memory and communicators. Collective."""
         # The transports first: they use the barrier's memory.
         try:
             self._transports.close()

@@ -407,11 +407,10 @@ class Dataset(metaclass=_DatasetType):
         after `cache`. A generator is cached after one complete epoch. Datasets derived
         from this one share the cache, unless an earlier shuffle has no seed.
 
-        In a distributed dataset the ranks of a node share one copy of the rows, in an
-        MPI window. It is freed with the strategy, or when no rank has the dataset and
-        another one is created. (If each replica has its own data, by
-        `distribute_datasets_from_function` or AutoShardPolicy.FILE, each has its own
-        cache.)
+        In a distributed dataset the ranks of a node share one copy of the rows. It is
+        freed with the strategy, or when no rank has the dataset any more. (If each
+        replica has its own data, by `distribute_datasets_from_function` or
+        AutoShardPolicy.FILE, each has its own cache.)
 
         Args:
           filename: "" (memory); caching in a file is not supported.

@@ -186,8 +186,7 @@ def _look_for_dead(seconds: float) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(min(_LOOK_FOR_DEAD_SECONDS, seconds))
-        if FailureDetector.in_use:
-            FailureDetector.poll()
+        FailureDetector.poll()
 
 
 def _slow_text(

@@ -6,14 +6,11 @@ Also sizes of memory: cache lines, and texts.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import mmap
 import os
 import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 # Of a cache line. Arrays in one memory begin at lines of their own, so that writers do
 # not share lines
@@ -76,29 +73,6 @@ def free_bytes(is_shared: bool, root: Path = Path("/")) -> dict[str, int]:
                 free.get("the job's control group", 1 << 63), _free_in(folder, *names)
             )
     return free
-
-
-def give_back(array: Any) -> None:
-    """Return the pages of an array in shared memory to the system (Linux only).
-
-    Its contents are lost: later reads return zeros. Pages that are only partly the
-    array's are kept.
-
-    Args:
-      array: a contiguous NumPy array.
-    """
-    if not hasattr(mmap, "MADV_REMOVE"):
-        return
-    first: int = array.__array_interface__["data"][0]
-    start = round_up(first, mmap.PAGESIZE)
-    size = (first + array.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-    if size > 0:
-        libc = ctypes.CDLL(None)
-        libc.madvise(
-            ctypes.c_void_p(start),
-            ctypes.c_size_t(size),
-            ctypes.c_int(mmap.MADV_REMOVE),
-        )
 
 
 def as_text(count: float) -> str:

@@ -142,7 +142,7 @@ class Storage:
         note: Any = None,
     ):
         self._arrays = arrays
-        self._fence = fence
+        self.fence = fence
         self.note = note
         self._state = threading.Condition()
         self._users = 0
@@ -179,17 +179,22 @@ class Storage:
         the row.
         """
         with self._flags:
-            if self._fence is not None:
-                self._fence()
+            if self.fence is not None:
+                self.fence()
             yield
-            if self._fence is not None:
-                self._fence()
+            if self.fence is not None:
+                self.fence()
 
     def count_missing_bytes(self) -> int:
         """Return the number of bytes of rows that were not written yet."""
         with self.use() as (flags, *columns):
             row_bytes = sum(column[:1].nbytes for column in columns)
             return int(flags.size - np.count_nonzero(flags)) * row_bytes
+
+    def clear(self) -> None:
+        """Set the flags of all rows to 0."""
+        with self.use() as (flags, *_):
+            flags[...] = 0
 
     def close(self) -> Sequence[npt.NDArray[Any]]:
         """Wait until no thread uses the arrays; release and return them."""

@@ -448,7 +448,9 @@ def test_ranks_that_divide_unlike_caches_get_a_new_one(strategy, comm):
     mixed = one if comm.rank == 0 else other
     divided = strategy.experimental_distribute_dataset(mixed)
     assert in_order(strategy, comm, divided) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert len(strategy.extended.node_memory) == (2 if comm.size == 1 else 3)
+    memory = strategy.extended.node_memory
+    assert memory._made == (2 if comm.size == 1 else 3)
+    assert len(memory) == 2  # nobody uses the one before
 
 
 def test_one_process_and_all_replicas_have_caches_of_their_own(strategy, comm):
@@ -459,15 +461,14 @@ def test_one_process_and_all_replicas_have_caches_of_their_own(strategy, comm):
     assert lists(cached) == alone
 
 
-def test_caches_that_nobody_has_any_more_are_freed_with_the_next(strategy, comm):
+def test_caches_that_nobody_has_any_more_are_freed(strategy, comm):
     memory = strategy.extended.node_memory
     for i in range(3):
         divided = strategy.experimental_distribute_dataset(
             numbers(12 + i).cache().batch(4)
         )
         assert joined(in_order(strategy, comm, divided)) == list(range(12 + i))
-        # The one before is held by `divided` until the new one is there
-        assert len(memory) == min(i, 1) + 1
+        assert len(memory) == 1
     kept = divided
     strategy.experimental_distribute_dataset(numbers(5).cache().batch(4))
     assert in_order(strategy, comm, kept)[0] == [0, 1, 2, 3]

@@ -1,18 +1,15 @@
 """Ranks that die: where MPI can, the others go on without them."""
 
-import mmap
-import tempfile
 from pathlib import Path
 
 import h5py
 import launching
-import numpy as np
 import pytest
 
 import mpidist
-from mpidist.comm.consensus.failures import can_survive
+from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.failures import FailureDetector, can_survive
 from mpidist.device.binding import gpu_count
-from mpidist.util.available_memory import give_back
 
 ULFM = ("--with-ft", "ulfm")
 needs_ulfm = pytest.mark.skipif(
@@ -68,6 +65,30 @@ def test_other_errors_are_raised_as_they_are(comm):
         mpidist.run_elastic(train, make)
     with pytest.raises(mpidist.ArgumentError, match="min_replicas"):
         mpidist.run_elastic(train, make, min_replicas=0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_death_is_said_once_to_all_who_ask(comm):
+    failures, said = FailureDetector(comm), []
+    failures.is_needed = True
+    failures._comms.clear()  # not every MPI can revoke one
+    consensus = Consensus(comm, failures=failures)
+    failures.on_failure(lambda: said.append("in time"))
+    assert consensus.is_usable
+    for _ in range(2):
+        failures._note({min(failures._ranks)})
+    failures.on_failure(lambda: said.append("late"))
+    assert said == ["in time", "late"]
+    assert not consensus.is_usable
+    assert not consensus.can_free
+    for ask in (
+        consensus.departures.require_none,
+        failures.require_none,
+        lambda: consensus.require_same("a call"),
+    ):
+        with pytest.raises(mpidist.RankLostError, match=f"rank 0 of {comm.size} has"):
+            ask()
+    consensus.close()
 
 
 @needs_ulfm
@@ -296,17 +317,3 @@ runpy.run_module("train_digits_resumable", run_name="__main__")
     expected, found = (e.stdout.split()[:2] for e in (undisturbed, disturbed))
     assert found == expected
     assert found[0].startswith("loss=")
-
-
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="only Linux has /dev/shm")
-def test_memory_is_given_back():
-    size, edge = 64 * mmap.PAGESIZE, mmap.PAGESIZE
-    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
-        file.truncate(size)
-        mapped = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
-        mapped[:] = 1
-        give_back(mapped[100:-100])
-        assert Path(file.name).stat().st_blocks * 512 == 2 * edge
-        assert mapped[:edge].all()
-        assert mapped[-edge:].all()
-        assert not mapped[edge:-edge].any()

@@ -236,12 +236,12 @@ if MPI.COMM_WORLD.rank == 1:
     threading.Event().wait()
 mpidist.MirroredStrategy(["CPU:0"])
 """,
-    "making shared memory": """
+    "making a barrier": """
 import mpidist
 from mpi4py import MPI
 from mpidist.comm.consensus import barrier
 if MPI.COMM_WORLD.rank == 1:
-    barrier._shared_window = lambda *_: threading.Event().wait()
+    barrier.available_cores = lambda: threading.Event().wait()
 mpidist.MirroredStrategy(["CPU:0"])
 """,
     "making memory of a node": """
@@ -250,19 +250,10 @@ from mpi4py import MPI
 from mpidist.comm.shared_memory import node
 strategy = mpidist.MirroredStrategy(["CPU:0"])
 if MPI.COMM_WORLD.rank == 1:
-    node._make_window = lambda *_: threading.Event().wait()
+    node._open_together = lambda *_: threading.Event().wait()
 rows = mpidist.Dataset.range(40).batch(4).cache()
 for batch in strategy.experimental_distribute_dataset(rows):
     pass
-""",
-    "freeing shared memory": """
-import mpidist
-from mpi4py import MPI
-from mpidist.comm.consensus import barrier
-strategy = mpidist.MirroredStrategy(["CPU:0"])
-if MPI.COMM_WORLD.rank == 1:
-    barrier.NodeBarrier.close = lambda *_: threading.Event().wait()
-strategy.experimental_finalize()
 """,
 }
 RANK = """

@@ -3,11 +3,11 @@
 A rank arrives by incrementing its own counter, the epoch, and waits until the others
 have done so: a third of a microsecond, where MPI's small collectives take one to three.
 Data written to a rank's page before the barrier are visible to all ranks after it.
-Stores and loads are ordered by MPI_Win_sync (MPI-4.1, section 12.7).
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpidist.comm.consensus.failures import FailureDetector
 from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.waiting import Departures, WaitTimeoutError
 from mpidist.util.available_memory import LINE_BYTES, available_cores, round_up
@@ -29,6 +28,19 @@ _YIELD_SECONDS = 1e-4
 _PAUSE_SECONDS = 1e-3  # at most, and a quarter of the time that was waited
 
 
+@functools.cache
+def memory_fence() -> Callable[[], None]:
+    """Return what orders this process's loads and stores: MPI_Win_sync.
+
+    MPI promises that for windows in shared memory (MPI-4.1, section 12.7). MPICH and
+    Open MPI execute a full fence of the processor, which orders all memory, so one
+    small window of this process is enough. It stays until the end.
+    """
+    window = MPI.Win.Allocate_shared(LINE_BYTES, 1, comm=MPI.COMM_SELF)
+    window.Lock_all(MPI.MODE_NOCHECK)  # MPI_Win_sync needs an epoch
+    return window.Sync
+
+
 class NodeBarrier:
     """A barrier for ranks that share memory. Collective to create.
 
@@ -36,44 +48,36 @@ class NodeBarrier:
 
     Args:
       comm: the ranks; borrowed.
+      memory: `count_bytes` bytes that they share, all zero.
       page_bytes: how much each rank can write for one barrier.
       slot_bytes: of each of three more pieces of memory of each rank, see `slots`.
       names: the ranks' numbers in error messages.
       yield_cpu: whether to yield the core to other threads while waiting.
-      failures: detects ranks that have died.
-      departures: detects ranks that have left a collective.
+      departures: detects ranks that have left a collective, or died.
     """
 
     def __init__(
         self,
         comm: MPI.Intracomm,
+        memory: npt.NDArray[np.uint8],
         page_bytes: int,
         slot_bytes: int = 0,
         names: Sequence[int] | None = None,
         yield_cpu: bool = False,
-        failures: FailureDetector | None = None,
         departures: Departures | None = None,
     ):
         self._comm = comm
-        self._failures = failures
         self._departures = departures
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._names = list(range(self.size) if names is None else names)
         self.page_bytes, self.slot_bytes = round_up(page_bytes), round_up(slot_bytes)
         pieces = _lay_out(self.page_bytes, self.slot_bytes)
-        size = pieces[-1].stop
-        with Pending("making shared memory", comm):
+        self._fence = memory_fence()
+        with Pending("making a barrier", comm):
             cores = len(set().union(*comm.allgather(available_cores())))
-            self._window = _shared_window(size, comm)
-            self._window.Lock_all(MPI.MODE_NOCHECK)  # MPI_Win_sync needs an epoch
-        shared: list[Any] = [self._window.Shared_query(r)[0] for r in range(self.size)]
-        memory = [np.frombuffer(part, np.uint8, size) for part in shared]
-        # All pages now: if memory were short later, their first use would be a SIGBUS
-        memory[self.rank][:] = 0
-        self._window.Sync()
-        with Pending("making shared memory", comm):
-            comm.Barrier()
-        counts = [words_of(m[:8]) for m in memory]
+        parts = np.split(memory, self.size)
+        parts[self.rank][:] = 0  # page faults of this rank's part happen now
+        counts = [words_of(part[:8]) for part in parts]
         self._mine = counts[self.rank]
         self._others = [
             (name, counts[rank])
@@ -85,7 +89,7 @@ class NodeBarrier:
         self._counts = counts
         # A double buffer: `epoch & 1` selects the page. A rank that arrives at the next
         # barrier has read the pages of the last one, so that they may be overwritten
-        page, next_page, *slots = ([m[piece] for m in memory] for piece in pieces)
+        page, next_page, *slots = ([p[piece] for p in parts] for piece in pieces)
         self.page_pairs = [page, next_page]
         # For blocks of large arrays; transports use them in rotation
         self.slots = slots
@@ -99,10 +103,10 @@ class NodeBarrier:
         self._spins = _SPINS if self._has_cores and not yield_cpu else 0
 
     @staticmethod
-    def count_bytes(page_bytes: int, slot_bytes: int) -> int:
-        """Return an upper bound of the shared memory of each rank of a barrier."""
-        last: int = _lay_out(page_bytes, slot_bytes)[-1].stop
-        return last
+    def count_bytes(ranks: int, page_bytes: int, slot_bytes: int = 0) -> int:
+        """Return how much memory a barrier of so many ranks needs."""
+        last = _lay_out(round_up(page_bytes), round_up(slot_bytes))[-1].stop
+        return ranks * round_up(last, _FRAME_BYTES)
 
     def wait(
         self,
@@ -124,14 +128,14 @@ class NodeBarrier:
           CollectiveError: see `Departures.require_none`.
         """
         self.epoch = epoch = self.epoch + 1
-        self._window.Sync()
+        self._fence()
         self._mine[0] = epoch
         self.late = -1
         for name, count in self._others:
             if count[0] < epoch:
                 self.late = name  # all before it have arrived
                 self._wait(count, epoch, deadline, yield_cpu, meanwhile)
-        self._window.Sync()
+        self._fence()
 
     def _wait(
         self,
@@ -166,8 +170,6 @@ class NodeBarrier:
 
     def _let_mpi_work(self, is_endless: bool) -> None:
         """Let MPI make progress; raise if a rank has died or has left a collective."""
-        if self._failures is not None:
-            self._failures.require_none()
         if self._departures is None:
             self._comm.Iprobe()
         else:
@@ -183,12 +185,9 @@ class NodeBarrier:
         return [name for name, count in named if count[0] < epoch]
 
     def close(self) -> None:
-        """Free the memory. Collective."""
+        """Let go of the memory. Not collective."""
         del self._mine, self._others, self._counts, self.word_pairs, self.page_pairs
         del self.slots
-        with Pending("freeing shared memory", self._comm):
-            self._window.Unlock_all()
-            self._window.Free()
 
 
 def _lay_out(page_bytes: int, slot_bytes: int) -> list[slice]:
@@ -205,15 +204,6 @@ def _lay_out(page_bytes: int, slot_bytes: int) -> list[slice]:
         end = start + size
         pieces.append(slice(start, end))
     return pieces
-
-
-def _shared_window(size_bytes: int, comm: MPI.Intracomm) -> MPI.Win:
-    """Allocate shared memory: each rank's part on its own pages, near its core."""
-    info = MPI.Info.Create()
-    info.Set("alloc_shared_noncontig", "true")
-    window = MPI.Win.Allocate_shared(size_bytes, 1, info, comm)
-    info.Free()
-    return window
 
 
 def words_of(memory: Any) -> memoryview:

@@ -89,7 +89,7 @@ class Consensus:
         # Ranks may have made different numbers of communicators
         with Pending("making a communicator's consensus", comm):
             channel = comm.allreduce(Consensus.made, MPI.MAX)
-        self.departures = Departures(comm, channel)
+        self.departures = Departures(comm, channel, self.failures)
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         if comparison is None:
             comparison = comparison_by_mpi(comm, self.departures)
@@ -115,6 +115,7 @@ class Consensus:
         if self.size > 1:
             Consensus.made = channel + 1
             Consensus.in_use.append(self)
+        self.failures.on_failure(self._lose_ranks)
 
     def retire(self) -> None:
         """Take no part in the end of the program. Not collective."""
@@ -129,7 +130,7 @@ class Consensus:
         """
         self.retire()
         self.comparison.close()
-        self.recorder.close(self.broken is not None or self.failures.ranks != ())
+        self.recorder.close(self.broken is not None)
         if self._own_failures is not None:
             self._own_failures.close()
         self._can_drain, self.broken = self.broken is None, FINALIZED
@@ -148,7 +149,7 @@ class Consensus:
     @property
     def is_usable(self) -> bool:
         """Whether all ranks can communicate: none left a call alone, or has died."""
-        return self.broken is None and not self.failures.ranks
+        return self.broken is None
 
     def require_open(self) -> None:
         """Raise a ContextError if `close` was called."""
@@ -236,7 +237,7 @@ class Consensus:
 
     def is_plain(self) -> bool:
         """Return whether this rank may send the digest of a call at once."""
-        if self.broken is not None or self.failures.ranks:
+        if self.broken is not None:
             return False
         lock = self.lock  # this thread holds it
         return self._thread.unwinding is None and lock.holder == lock.creator
@@ -260,8 +261,7 @@ class Consensus:
         Raises if this rank cannot communicate. Nothing is written then: other ranks may
         still be reading its earlier data.
         """
-        if self.failures.ranks:
-            raise self.failures.error() from proposal.error
+        self.failures.require_none(proposal.error)
         if self.broken is FINALIZED:
             raise proposal.error or ContextError(FINALIZED)
         if self.broken is not None:
@@ -323,14 +323,17 @@ class Consensus:
         """Mark the strategy as broken: this rank alone has left a collective."""
         if self.size == 1 or self.broken is not None:
             return
-        if self.failures.is_needed:
-            self.failures.check(error)
-            if self.failures.ranks:
-                return
+        if self.failures.check(error) is not error:  # all survivors get to know
+            return
         if (reason := self.departures.find()) is None:
             self._break(diagnostics.left(self.rank, error, self.recorder.last()))
         else:
             self.broken = reason
+
+    def _lose_ranks(self) -> None:
+        """Mark the strategy as broken: ranks have died. Any thread."""
+        if self.broken is None:
+            self.broken = str(self.failures.error())
 
     def _break(self, reason: str, is_deadline: bool = False) -> None:
         """Mark the strategy as broken on this rank, and notify the others."""

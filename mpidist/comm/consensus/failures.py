@@ -161,12 +161,19 @@ class FailureDetector:
                 comm.Free()
 
     def on_failure(self, fn: Callable[[], None]) -> None:
-        """Register a function to be called, from any thread, when a rank has died."""
-        self._callbacks.append(fn)
+        """Call a function, from any thread, once a rank has died; now if one has."""
+        with FailureDetector._guard:
+            is_late = bool(self.ranks)
+            if self.is_needed and not is_late:
+                self._callbacks.append(fn)
+        if is_late:
+            fn()
 
     @staticmethod
     def poll() -> None:
         """Ask MPI which ranks have died; revoke their communicators. Any thread."""
+        if not FailureDetector.in_use:
+            return
         dead: set[int] = set()
         # `stop_polling` takes the same lock: no poll is inside MPI while it is
         # finalized.
@@ -198,15 +205,17 @@ class FailureDetector:
                 # dead.
                 for comm in self._comms:
                     comm.Revoke()
+            # Later ones are called by `on_failure`
+            callbacks = list(self._callbacks)
         # Outside of the lock: callbacks may use communicators.
         if is_first:
-            for fn in self._callbacks:
+            for fn in callbacks:
                 fn()
 
-    def require_none(self) -> None:
-        """Raise a RankLostError if a rank has died."""
+    def require_none(self, cause: BaseException | None = None) -> None:
+        """Raise a RankLostError if a rank has died, from `cause`."""
         if self.ranks:
-            raise self.error()
+            raise self.error() from cause
 
     def error(self) -> RankLostError:
         """Return the error that names the ranks that have died."""
@@ -239,10 +248,12 @@ class FailureDetector:
         return self.error() if self.ranks else error
 
     def wait_for_names(self) -> None:
-        """Wait until MPI reports which rank has died.
+        """Wait until MPI reports which rank has died, if it can.
 
         Another rank that noticed earlier may have revoked a communicator.
         """
+        if not self.is_needed:
+            return
         end = time.monotonic() + _HEAR_SECONDS
         FailureDetector.poll()
         while not self.ranks and time.monotonic() < end:

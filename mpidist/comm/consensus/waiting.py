@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
+from mpidist.comm.consensus.failures import FailureDetector
 from mpidist.comm.consensus.tags import Tag
 from mpidist.errors import CollectiveError, DeadlineError, DivergenceError
 
@@ -51,9 +52,15 @@ class Departures:
       comm: the communicator.
       channel: its number, unique on all of its ranks. It is in each message, because
         MPICH delivers unreceived messages of a freed communicator to the next one.
+      failures: detects ranks that have died.
     """
 
-    def __init__(self, comm: MPI.Intracomm, channel: int = 0):
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        channel: int = 0,
+        failures: FailureDetector | None = None,
+    ):
         self.channel = np.array([channel]).view(np.uint8)
         # The numbers of announcements sent to each rank, and received: see `drain`
         self.sent_to = np.zeros(comm.Get_size(), np.int64)
@@ -65,6 +72,7 @@ class Departures:
         self.waiter = 0
         self.deadlock: str | None = None
         self._comm = comm
+        self._failures = failures
         self._sent: list[Any] = []  # MPI may still read these
         self._announced: list[tuple[Any, list[MPI.Request]]] = []
         self._found: str | None = None
@@ -99,13 +107,16 @@ class Departures:
         return self._found and self._found[1:]
 
     def require_none(self) -> None:
-        """Raise if another rank has left.
+        """Raise if another rank has left, or has died.
 
         Raises:
+          RankLostError: it has died.
           DeadlineError: the rank's deadline had passed.
           DivergenceError: `deadlock` is set.
           CollectiveError: the rank left for another reason.
         """
+        if self._failures is not None:
+            self._failures.require_none()
         reason = self.find()
         if self.deadlock is not None:
             raise DivergenceError(self.deadlock)

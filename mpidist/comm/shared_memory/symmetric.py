@@ -1,31 +1,19 @@
-"""Symmetric arrays: at the same offset in each rank's part of shared memory.
-
-The memory is an unnamed file that each rank of the node maps. It is not an MPI window:
-those are freed by all ranks at once, and a rank that still used an array would crash.
-This memory is freed when no rank refers to any of its arrays, or when all processes
-have ended, in any way.
-"""
+"""Symmetric arrays: at the same offset in each rank's part of shared memory."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
-import os
-import socket
-import struct
-import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.shared_memory.node import advice, lay_out, map_together
 from mpidist.errors import ArgumentError
-from mpidist.util.available_memory import as_text, free_bytes, round_up
+from mpidist.util.available_memory import as_text, round_up
 from mpidist.util.buffers import Field
 
 _PAGE_BYTES = 4096
@@ -78,36 +66,22 @@ class SymmetricMemory:
         Raises, on all ranks:
           ArgumentError: a node has too little free memory.
         """
-        *starts, end = _offsets(fields)
+        *starts, end = lay_out(fields, _FIRST_BYTE)
         # Whole pages, so that the parts of all ranks begin alike in a page
         part_bytes = round_up(end, _PAGE_BYTES)
-        node, rank = self._node, self._node.Get_rank()
-        size_bytes = part_bytes * node.Get_size()
-        root = None
-        # Errors are kept, not raised: the other ranks of the node are at the next
-        # collective.
-        file, is_named, error = _open_together(node)
-        try:
-            try:
-                # Only one rank reserves the pages; all map the same file.
-                if rank == 0 and error is None:
-                    _reserve(file, size_bytes, is_named)
-            except Exception as caught:
-                error = caught
-            # All ranks of the node come here, with or without an error.
-            is_reserved = node.bcast(error is None)
-            try:
-                if is_reserved and error is None:
-                    root = _map(file, size_bytes)
-            except Exception as caught:
-                error = caught
-            # All have mapped it, or all raise
-            self._consensus.require_same(operation, error)
-        # The mapping keeps the memory; the descriptor is needed no more.
-        finally:
-            if file >= 0:
-                os.close(file)
-        assert root is not None
+        size_bytes = part_bytes * self._node.Get_size()
+
+        def require_free(where: str, free: int) -> None:
+            if size_bytes > free:
+                raise ArgumentError(
+                    f"symmetric arrays need {as_text(size_bytes)} on this node, but "
+                    f"{where} has {as_text(free)} free{advice(where)}"
+                )
+
+        root = map_together(
+            self._consensus, operation, self._node, size_bytes, require_free
+        )
+        rank = self._node.Get_rank()
         self._register(root, rank * part_bytes, part_bytes)
         mine = root[rank * part_bytes :]
         return [
@@ -181,127 +155,6 @@ class SymmetricMemory:
             if 0 <= offset <= region.part_bytes - value.nbytes:
                 return region, offset
         return None
-
-
-def _offsets(fields: Sequence[Field]) -> Iterator[int]:
-    """Yield where each array starts in a part, and the end of the last one."""
-    start = _FIRST_BYTE
-    for shape, dtype in fields:
-        yield start
-        used = dtype.itemsize * math.prod(shape)
-        # Cache lines again: arrays that others read must not share one with another
-        # array.
-        start += round_up(used)
-    yield start
-
-
-def _open_together(node: MPI.Intracomm) -> tuple[int, bool, Exception | None]:
-    """Open a new, empty file in memory on all ranks of a node. Collective over it.
-
-    It has no name when this returns, so no file is left if all ranks are killed. If
-    ranks cannot send it to each other (containers with separate networks), it has a
-    name for an instant, and a kill in that instant leaves the empty file.
-
-    Returns:
-      A descriptor, or -1; whether the file was made in a folder, whose file system has
-      limits of its own; and this rank's error, if any.
-    """
-    file = _pass_file(node)
-    # All ranks of the node choose the same kind of file, or messages would not match.
-    if node.allreduce(file >= 0, MPI.LAND):
-        return file, False, None
-    if file >= 0:
-        os.close(file)
-    file, path, error = -1, "", None
-    try:
-        if node.Get_rank() == 0:
-            folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
-            file, path = tempfile.mkstemp(prefix="mpidist-", dir=folder)
-    except OSError as caught:
-        error = caught
-    # All ranks come to this bcast; an empty path says that rank 0 failed.
-    try:
-        path = node.bcast(path)
-        try:
-            if path and node.Get_rank() > 0:
-                file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError as caught:
-            error = caught
-        # Unlink only once all have opened it.
-        node.Barrier()
-    finally:
-        if path and node.Get_rank() == 0:
-            Path(path).unlink(missing_ok=True)
-    return file, True, error
-
-
-def _pass_file(node: MPI.Intracomm) -> int:
-    """Create an unnamed file, and send it from rank 0 to all; -1 on failure.
-
-    Collective over the node. It uses messages of local sockets (SCM_RIGHTS), whose
-    addresses vanish with their processes. There are no connections, so no rank waits
-    for another.
-    """
-    # No rank may leave this function early: it has a gather and a bcast for all.
-    file, status, rank = -1, None, node.Get_rank()
-    with contextlib.ExitStack() as stack:
-        own, address = None, b""
-        with contextlib.suppress(OSError, AttributeError):  # not allowed, or no Linux
-            if rank == 0:
-                file = os.memfd_create("mpidist")
-                status = os.fstat(file)
-            own = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-            own.setblocking(False)
-            own.bind("")  # the system chooses an abstract address
-            address = own.getsockname()
-        addresses = node.gather(address)
-        # An empty address: that rank cannot receive, and reports -1.
-        if addresses is not None and own is not None and file >= 0:
-            # Not `socket.send_fds`, which ignores the address
-            rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", file)
-            for other in addresses[1:]:
-                with contextlib.suppress(OSError):
-                    own.sendmsg([b"file"], [rights], 0, other)
-        status = node.bcast(status)  # after that all messages are there
-        if rank > 0 and own is not None and status is not None:
-            with contextlib.suppress(OSError):
-                file = _receive(own, status)
-    return file
-
-
-def _receive(own: socket.socket, status: os.stat_result) -> int:
-    """Return the file sent to a socket if its status matches; else -1."""
-    # Room for one descriptor: a sender cannot fill this process with more.
-    room = socket.CMSG_LEN(struct.calcsize("i"))
-    _, ancillary, _, _ = own.recvmsg(4, room, socket.MSG_CMSG_CLOEXEC)
-    for level, kind, data in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            (file,) = struct.unpack("i", data)
-            # Any local process may send to the socket: only the file whose inode rank 0
-            # announced is accepted.
-            if os.path.samestat(os.stat(file), status):
-                return int(file)
-            os.close(file)
-    return -1
-
-
-def _reserve(file: int, size_bytes: int, is_named: bool) -> None:
-    """Set the size of a file and allocate all its pages, to avoid SIGBUS later."""
-    limits = free_bytes(is_shared=is_named).items()
-    where, free = min(limits, key=lambda item: item[1], default=("", 1 << 63))
-    # Better an error on all ranks than SIGBUS on one when a page is missing.
-    if size_bytes > free:
-        more = ". In a container, raise the limit with --shm-size" if is_named else ""
-        raise ArgumentError(
-            f"symmetric arrays need {as_text(size_bytes)} on this node, but {where} "
-            f"has {as_text(free)} free{more}"
-        )
-    os.posix_fallocate(file, 0, size_bytes)
-
-
-def _map(file: int, size_bytes: int) -> Any:
-    """Return the bytes of a file, shared with others that map it."""
-    return np.frombuffer(mmap.mmap(file, size_bytes), np.uint8)
 
 
 def _view(memory: Any, start: int, shape: tuple[int, ...], dtype: Any) -> Any:

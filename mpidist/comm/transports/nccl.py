@@ -129,10 +129,8 @@ class NcclTransport(Transport):
                 failures.require_none()
                 yield self._comm
         except self._nccl.NcclError as error:
-            if failures.is_needed:  # NCCL may know of a death before MPI does
-                failures.wait_for_names()
-            if failures.ranks:
-                raise failures.error() from error
+            failures.wait_for_names()  # NCCL may know of a death before MPI does
+            failures.require_none(error)
             raise
 
     def allreduce(

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from node_barriers import make_node_barrier
 
 import mpidist
-from mpidist.comm.consensus.barrier import NodeBarrier
 from mpidist.comm.consensus.comparison import (
     FAILED,
     LARGE,
@@ -26,7 +26,7 @@ from mpidist.comm.shared_memory import node
 
 @pytest.fixture
 def barrier(comm):
-    barrier = NodeBarrier(comm, 100)
+    barrier = make_node_barrier(comm, 100)
     yield barrier
     barrier.close()
 
@@ -52,7 +52,7 @@ def test_pages_are_what_each_rank_wrote_before_it_came(comm, barrier):
 def test_memory_that_is_used_later_is_there_from_the_beginning(comm):
     """Else a full /dev/shm would end the job by SIGBUS at the first large array."""
     slot_bytes = 1 << 20
-    barrier = NodeBarrier(comm, 100, slot_bytes)
+    barrier = make_node_barrier(comm, 100, slot_bytes)
     first = barrier.slots[0][comm.rank].__array_interface__["data"][0]
     last = barrier.slots[-1][comm.rank].__array_interface__["data"][0]
     resident, is_here = 0, False
@@ -81,7 +81,7 @@ def test_a_slow_rank_is_waited_for(comm, barrier, yield_cpu):
 
 
 def test_ranks_that_do_not_come_are_named(comm):
-    barrier = NodeBarrier(comm, 8)
+    barrier = make_node_barrier(comm, 8)
     if comm.rank == 0 and comm.size > 1:
         with pytest.raises(WaitTimeoutError) as info:
             barrier.wait(time.monotonic() + 0.05)
@@ -243,7 +243,7 @@ def test_cores_are_those_that_ranks_may_use(comm):
         pytest.skip("there is one core")
     try:
         os.sched_setaffinity(0, {cores[comm.rank % 2]})
-        barrier = NodeBarrier(comm, 64)
+        barrier = make_node_barrier(comm, 64)
         assert barrier._has_cores == (comm.size <= 2)
         barrier.wait()
         barrier.close()

@@ -13,10 +13,10 @@ import launching
 import numpy as np
 import pytest
 from all_ranks import require_usable
+from node_barriers import make_node_barrier
 
 import mpidist
 from mpidist.comm.consensus import waiting
-from mpidist.comm.consensus.barrier import NodeBarrier
 from mpidist.comm.consensus.comparison import SharedMemoryComparison
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.signatures import CallSignature
@@ -29,7 +29,7 @@ UNPICKLABLE = (AttributeError, TypeError, pickle.PicklingError)
 
 @pytest.fixture(params=["mpi", "shared memory"])
 def consensus(comm, request):
-    barrier = NodeBarrier(comm, 64) if request.param == "shared memory" else None
+    barrier = make_node_barrier(comm, 64) if request.param == "shared memory" else None
     consensus = Consensus(comm.Dup(), barrier and SharedMemoryComparison(barrier, 32))
     yield consensus
     consensus.close()
@@ -217,7 +217,9 @@ def test_ranks_that_miss_a_deadline_are_named(comm, several, late, way, monkeypa
     on_board = way == "in memory"
     late = [rank % comm.size for rank in late if rank < comm.size]
     # Not freed: that might wait for all ranks
-    comparison = SharedMemoryComparison(NodeBarrier(comm, 64), 32) if on_board else None
+    comparison = (
+        SharedMemoryComparison(make_node_barrier(comm, 64), 32) if on_board else None
+    )
     consensus = Consensus(comm.Dup(), comparison)
     comm.Barrier()
     if comm.rank not in late:

@@ -12,7 +12,7 @@ import pytest
 
 import mpidist
 from mpidist import CommunicationOptions
-from mpidist.comm.shared_memory import symmetric
+from mpidist.comm.shared_memory import node
 
 LARGE = 300_000  # of elements: more than the ranks exchange with their calls
 
@@ -276,7 +276,7 @@ def test_no_file_stays(comm, strategy):
 def test_too_little_memory_is_an_error_on_all(comm, strategy, monkeypatch, culprit):
     if comm.rank == 0:
         free = {"/dev/shm": 1000}
-        monkeypatch.setattr(symmetric, "free_bytes", lambda is_shared: free)
+        monkeypatch.setattr(node, "free_bytes", lambda is_shared: free)
     with pytest.raises(mpidist.ArgumentError, match="symmetric arrays need"):
         strategy.symmetric_like(np.zeros(10_000))
     monkeypatch.undo()
@@ -284,7 +284,7 @@ def test_too_little_memory_is_an_error_on_all(comm, strategy, monkeypatch, culpr
     assert shared_files() == []
     comm.Barrier()
     if comm.rank == culprit % comm.size:
-        monkeypatch.setattr(symmetric, "_map", fail)
+        monkeypatch.setattr(node.mmap, "mmap", fail)
     with pytest.raises((OSError, mpidist.RemoteError), match="no mapping"):
         strategy.symmetric_like(np.zeros(10_000))
     comm.Barrier()
@@ -311,8 +311,8 @@ def test_under_another_strategy_they_are_refused(strategy, make_strategy):
 
 # Where ranks cannot pass files: in containers with networks of their own
 HIDDEN = """
-from mpidist.comm.shared_memory import symmetric
-symmetric._pass_file = lambda node: -1
+from mpidist.comm.shared_memory import node
+node._pass_file = lambda node: -1
 """
 
 
@@ -329,7 +329,7 @@ def test_the_file_never_has_a_name(comm, strategy):
 
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_cannot_pass_files_have_them_too(comm, strategy, monkeypatch):
-    monkeypatch.setattr(symmetric, "_pass_file", lambda node: -1)
+    monkeypatch.setattr(node, "_pass_file", lambda node: -1)
     value = strategy.symmetric_like(np.zeros(LARGE))
     assert shared_files() == []
     value[...] = comm.rank + 1
@@ -339,10 +339,10 @@ def test_ranks_that_cannot_pass_files_have_them_too(comm, strategy, monkeypatch)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("culprit", [0, -1])
 def test_a_rank_that_cannot_open_the_file(comm, strategy, monkeypatch, culprit):
-    monkeypatch.setattr(symmetric, "_pass_file", lambda node: -1)
+    monkeypatch.setattr(node, "_pass_file", lambda node: -1)
     if comm.rank == culprit % comm.size:
         name = "tempfile.mkstemp" if comm.rank == 0 else "os.open"
-        monkeypatch.setattr(f"mpidist.comm.shared_memory.symmetric.{name}", fail)
+        monkeypatch.setattr(f"mpidist.comm.shared_memory.node.{name}", fail)
     with pytest.raises((OSError, mpidist.RemoteError), match="no mapping"):
         strategy.symmetric_like(np.zeros(10))
     monkeypatch.undo()
@@ -356,11 +356,35 @@ def test_a_rank_that_cannot_open_the_file(comm, strategy, monkeypatch, culprit):
 @pytest.mark.parametrize("culprit", [0, -1])
 def test_whatever_fails_on_one_rank(comm, strategy, monkeypatch, culprit, what):
     if comm.rank == culprit % comm.size:
-        monkeypatch.setattr(f"mpidist.comm.shared_memory.symmetric.{what}", fail)
+        monkeypatch.setattr(f"mpidist.comm.shared_memory.node.{what}", fail)
     value = strategy.symmetric_like(np.zeros(10))
     monkeypatch.undo()
     value[...] = comm.rank
     assert strategy.reduce("SUM", value)[0] == sum(range(comm.size))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="only Linux has such files")
+def test_no_memory_of_a_closed_strategy_stays(comm):
+    """That of its barrier, its caches, and its buckets' barrier."""
+    gc.collect()
+    before = Path("/proc/self/maps").read_text().count("/memfd:mpidist")
+    strategy = mpidist.MirroredStrategy(communicator=comm)
+    dataset = mpidist.Dataset.range(8).cache().batch(4)
+    divided = strategy.experimental_distribute_dataset(dataset)
+    assert len(list(divided)) == 2
+    strategy.gradient_buckets([np.zeros(3)])
+    during = Path("/proc/self/maps").read_text().count("/memfd:mpidist")
+    assert during == before + 3
+    strategy.experimental_finalize()
+    del strategy
+    gc.collect()
+    with pytest.raises(mpidist.ContextError):
+        list(divided)
+    del divided
+    gc.collect()
+    assert Path("/proc/self/maps").read_text().count("/memfd:mpidist") == before
+    assert len(list(dataset)) == 2
 
 
 @pytest.mark.mpi(min_size=2)

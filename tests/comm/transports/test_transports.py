@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
+from node_barriers import make_node_barrier
 
 import mpidist
-from mpidist.comm.consensus.barrier import NodeBarrier
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.shared_memory.cuda_ipc import share_buffers
 from mpidist.comm.transports import blocks
@@ -38,7 +38,7 @@ SLOT_BYTES = [64, 4096, 1000]
 
 
 def make_shared(consensus, slot_bytes):
-    barrier = NodeBarrier(consensus.comm, 64, slot_bytes)
+    barrier = make_node_barrier(consensus.comm, 64, slot_bytes)
     return SharedTransport(consensus, barrier), barrier.close
 
 
@@ -96,7 +96,7 @@ def make_hierarchical(consensus, ranks_per_node):
     """Nodes are pretended: consecutive ranks; the last one may have fewer."""
     node = consensus.comm.Split(consensus.rank // ranks_per_node, consensus.rank)
     names = node.group.Translate_ranks(None, consensus.comm.group)
-    barrier = NodeBarrier(node, 0, 4096, names)
+    barrier = make_node_barrier(node, 0, 4096, names)
     transport = HierarchicalTransport(consensus, barrier)
 
     def close():
@@ -121,7 +121,7 @@ def make_of_many_nodes(consensus):
 
 
 def make_ipc(consensus, slot_bytes):
-    barrier = NodeBarrier(consensus.comm, 64)
+    barrier = make_node_barrier(consensus.comm, 64)
     buffers, reason = share_buffers(consensus, SLOTS * slot_bytes)
     if buffers is None:
         barrier.close()
