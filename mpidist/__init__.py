@@ -355,7 +355,7 @@ def __dir__() -> list[str]:
         # inherited methods; `help(mpidist.Dataset)` describes one
         return []
     special = [name for name in globals() if name.startswith("__")]
-    return sorted({*__all__, *_ROOMS, "cluster_resolver", "errors", *special})
+    return sorted({*__all__, "cluster_resolver", "errors", "statistics", *special})
 
 
 def _is_asked_by_help() -> bool:

@@ -72,10 +72,9 @@ def to_array(value: Any, name: str = "value") -> Any:
     elif isinstance(value, bytearray | memoryview) or _has_buffer(value):
         array = np.asarray(memoryview(value))
     else:
-        hint = "; for text, use gather_objects" if isinstance(value, str) else ""
         raise ArgumentTypeError(
             f"{name} must be an array or a number, not {validation.shown(value)} "
-            f"({type(value).__module__}.{type(value).__qualname__}){hint}"
+            f"({type(value).__module__}.{type(value).__qualname__})"
         )
     if array.dtype.hasobject:
         raise DTypeError(

@@ -51,7 +51,7 @@ def test_a_near_miss_says_what_is_meant(owner, name):
         (STRATEGY, "bcast", r"strategy\.broadcast"),
         (mpidist, "bcast", r"strategy\.broadcast"),
         (mpidist, "get_rank", r"strategy\.rank"),
-        (Dataset, "from_dataset", r"mpidist\.torch\.from_dataset"),
+        (mpidist.Dataset, "from_dataset", r"mpidist\.torch\.from_dataset"),
         (mpidist.Dataset, "from_hdf", r"Dataset\.from_hdf5"),
         (mpidist.Dataset, "from_h5", r"Dataset\.from_hdf5"),
         (CONTEXT, "rank", "replica_id_in_sync_group"),

@@ -10,7 +10,7 @@ from mpidist.comm import arithmetic, packing
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
-from mpidist.util import nest
+from mpidist.util import nest, validation
 from mpidist.values import (
     DistributedValues,
     IndexedSlices,
@@ -34,6 +34,12 @@ def to_arrays(value: Any) -> tuple[list[Any], nest.Spec, list[Any]]:
     except ArgumentTypeError:
         names = nest.leaf_names(spec, "value")
     # Once more, to name the leaf; outside the handler, for a single traceback
+    for leaf, name in zip(leaves, names):
+        if isinstance(leaf, str):
+            raise ArgumentTypeError(
+                f"{name} must be an array or a number, not {validation.shown(leaf)}; "
+                "for text, use gather_objects"
+            )
     return leaves, spec, list(map(arrays.to_array, leaves, names))
 
 

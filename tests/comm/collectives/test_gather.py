@@ -243,3 +243,15 @@ def test_large_arrays_along_inner_axes(comm, strategy, dtype, implementation, ax
         found = in_replica(strategy, "all_gather", [value, small], axis, options)
         assert np.array_equal(found[0], np.concatenate(parts, axis=axis))
         assert found[1].tolist() == [[r for r in range(comm.size) for _ in "abc"]] * 2
+
+
+def test_text_is_told_where_to_go(strategy, comm):
+    with pytest.raises(mpidist.ArgumentTypeError, match=r"\[1\] must be .*gather_obj"):
+        strategy.gather([np.ones(1), "text"], axis=0)
+    if comm.size > 1:
+        with pytest.raises(mpidist.MismatchError, match="pass one width"):
+            strategy.gather(np.array(["a" * (comm.rank + 1)]), axis=0)
+    with pytest.raises(mpidist.ArgumentTypeError, match=r"dataclasses\.asdict"):
+        strategy.gather_objects([object()])
+    with pytest.raises(mpidist.ArgumentTypeError, match="comes first"):
+        strategy.reduce(1.0, "SUM")
