@@ -312,7 +312,7 @@ class Plan:
     def _tune(self, ranks: int, seconds: float, _: bool) -> Iterator[Job]:
         script = ["-m", "mpidist", "tune", f"--output={self.table(ranks)}"]
         size, times = (1 << 10, 1) if self.is_quick else (64 << 20, 3)
-        script += [f"--largest-bytes={size}", f"--repetitions={times}"]
+        script += [f"--largest-bytes={size}", f"--repetitions={times}", "--force"]
         variables = {"MPIDIST_ALLOW_SHARED_GPU": "1"}
         yield self._make("tune", ranks, script, seconds, variables)
 

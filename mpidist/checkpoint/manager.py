@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +15,9 @@ from mpidist.checkpoint.checkpoint import Checkpoint
 from mpidist.checkpoint.directory import Known, Saved
 from mpidist.checkpoint.format import DamagedError, read_header, unwritable
 from mpidist.checkpoint.save import Planned, Saving, require_visible
+from mpidist.data.distributed.converted import ConvertedIterator
+from mpidist.data.distributed.iterator import DistributedIterator
+from mpidist.data.iterator import DatasetIterator
 from mpidist.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from mpidist.strategy.variables import Variable
 from mpidist.util import logs, validation
@@ -330,7 +333,8 @@ class CheckpointManager:
                 # So that the interval counts from the restored step.
                 self._last_step = self._step()
                 if self._extended.replica_id == 0:
-                    logs.debug("checkpoint", f"restored {path}")
+                    places = _places(self._checkpoint.objects)
+                    logs.info("checkpoint", f"restored {path}{places}")
                 return path
         if self._init_fn is not None:
             self._consensus.run(f"{_CALL}.init_fn", self._init_fn)
@@ -486,3 +490,11 @@ def _files_of(index: str) -> list[Path]:
     except CheckpointError:
         return []
     return [path for name in names if (path := Path(index).with_name(name)).exists()]
+
+
+def _places(objects: Mapping[str, Any]) -> str:
+    """Describe where the iterators of a checkpoint are: ": epoch 23, batch 4"."""
+    kinds = DistributedIterator | ConvertedIterator | DatasetIterator
+    states = [x.get_state() for x in objects.values() if isinstance(x, kinds)]
+    places = [f"epoch {state['epoch']}, batch {state['step']}" for state in states]
+    return f": {'; '.join(places)}" if places else ""

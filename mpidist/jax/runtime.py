@@ -54,7 +54,11 @@ def find_strategy(strategy: Strategy | None, call: str) -> Strategy:
     if strategy is None:
         context = get_replica_context()
         if isinstance(context, DefaultReplicaContext):
-            context._require_current(call)  # one process among several
+            try:
+                context._require_current(call)  # one process among several
+            except ContextError as error:
+                instead = "Or pass strategy=strategy, or use `with strategy.scope():`"
+                raise ContextError(f"{error}. {instead}") from None
         return get_strategy()
     if not hasattr(strategy, "extended"):
         raise ArgumentTypeError(

@@ -11,9 +11,11 @@ import faulthandler
 import importlib.util
 import os
 import signal
+import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -26,6 +28,8 @@ from mpidist.util.settings import BIND_GPU, hang_seconds
 _START_SECONDS = 300.0
 # After an abort, launchers may drop output that they have not forwarded yet
 _REPORT_SECONDS = 0.3
+# While a process reports an error of all processes of its node, others do not
+_OTHERS_SECONDS = 1.0
 _CRAY_GPUS = "MPICH_GPU_SUPPORT_ENABLED"
 _DRIVER = "libcuda.so.1"
 
@@ -196,13 +200,52 @@ def abort_while_importing(
         world.Abort(1)
 
 
+def report_launch_error(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Show a LaunchError once on each node, with the program's line alone.
+
+    Each process of a job that was started wrongly raises it, and none knows the others.
+    """
+    is_asked = hasattr(sys, "ps1") or sys.flags.interactive
+    if not isinstance(error, LaunchError) or is_asked:
+        sys.__excepthook__(kind, error, trace)
+        return
+    if (claim := claim_report()) is not None:
+        trace_text = "".join(traceback.format_tb(trace, limit=1))
+        text = "".join(traceback.format_exception_only(kind, error))
+        logs.write(f"Traceback (most recent call last):\n{trace_text}{text.rstrip()}")
+        time.sleep(_OTHERS_SECONDS)
+        claim.close()
+
+
+def claim_report() -> socket.socket | None:
+    """Return a claim to report for this node; None if another rank has it.
+
+    The claim is an abstract socket address (Linux), which vanishes with the process.
+    Ranks of one job on one node have the same parent: the launcher's daemon.
+    """
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0mpidist-failure-{os.getuid()}-{os.getppid()}")
+    except OSError:
+        claim.close()
+        return None
+    return claim
+
+
 if "mpi4py.MPI" not in sys.modules:
     launchers.leave_job(os.environ)
     limit = _limit_seconds()
-    if limit < threading.TIMEOUT_MAX and is_alarm_free():
-        _start_in_time(limit)
-    else:
-        _start_mpi()
+    try:
+        if limit < threading.TIMEOUT_MAX and is_alarm_free():
+            _start_in_time(limit)
+        else:
+            _start_mpi()
+    except LaunchError:
+        if sys.excepthook is sys.__excepthook__:
+            sys.excepthook = report_launch_error
+        raise
 _MPI: Any = sys.modules["mpi4py.MPI"]
 if not _MPI.Is_initialized() or _MPI.Is_finalized():
     done = "ended" if _MPI.Is_initialized() else "not begun"

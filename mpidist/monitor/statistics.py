@@ -263,6 +263,7 @@ def report() -> None:
     MPIDIST_BANNER=0 turns it off. Collective: the ranks of all strategies in use.
     """
     from mpidist.comm.consensus.consensus import Consensus
+    from mpidist.comm.consensus.signatures import END
 
     works: dict[int, list[float]] = {}
     for consensus in list(Consensus.in_use):
@@ -272,7 +273,7 @@ def report() -> None:
             def work(counters: Counters = counters) -> float:
                 return work_seconds(_describe(counters, 0, 1))
 
-            every = consensus.gather_objects("the end of the program", work)
+            every = consensus.gather_objects(END, work)
             works[id(counters)] = every
     if _first is None or _first.rank or _first.ranks == 1:
         return

@@ -5,22 +5,24 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import io
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mpi4py import MPI
 
 from mpidist.comm.consensus import process_monitor
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.failures import FailureDetector, has_failed_ranks
+from mpidist.comm.consensus.signatures import END, call_site, exits
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.context import default_strategy, explain
 from mpidist.device.binding import current_gpu, use_gpu
@@ -30,7 +32,12 @@ from mpidist.errors import (
     MpidistError,
     RemoteError,
 )
-from mpidist.launch.mpi_defaults import abort_while_importing, is_alarm_free
+from mpidist.launch.mpi_defaults import (
+    abort_while_importing,
+    claim_report,
+    is_alarm_free,
+    report_launch_error,
+)
 from mpidist.monitor import statistics, timeline
 from mpidist.resilience.watchdog import abort_job
 from mpidist.util import logs
@@ -72,10 +79,24 @@ def leave_together() -> None:
     A program may call MPI.Finalize itself, which first deletes the attributes of
     COMM_SELF, while MPI still works (MPI-4.1, section 11.2.4).
     """
+    sys.exit = _note_exit(sys.exit)
     atexit.register(_leave_at_exit, os.getpid())
     if MPI.Is_initialized() and not MPI.Is_finalized():
         key = MPI.Comm.Create_keyval(delete_fn=_leave_before_finalize)
         MPI.COMM_SELF.Set_attr(key, os.getpid())
+
+
+def _note_exit(leave: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+    """Return `sys.exit` so that messages can say where the program called it."""
+
+    @functools.wraps(leave)
+    def exit(status: Any = None, /) -> NoReturn:
+        shown = repr(status) if isinstance(status, int) else type(status).__name__
+        text = f"{call_site()}, by sys.exit({'' if status is None else shown})"
+        exits[:] = [text]
+        leave(status)
+
+    return exit
 
 
 def _leave_at_exit(pid: int) -> None:
@@ -131,7 +152,7 @@ def _leave(has_handled_errors: bool = False) -> None:
 
 def _leave_together(consensus: Consensus, may_be_broken: bool) -> None:
     try:
-        consensus.require_same("the end of the program")
+        consensus.require_same(END)
     except CollectiveError as error:
         is_broken = type(error) is CollectiveError and consensus.broken is not None
         if not (may_be_broken and is_broken):
@@ -188,7 +209,7 @@ def _report_and_abort(
     if isinstance(error, MpidistError):
         fold(error)
     if not _in_job() or is_forked() or hasattr(sys, "ps1") or sys.flags.interactive:
-        sys.__excepthook__(kind, error, trace)
+        report_launch_error(kind, error, trace)
         return
     if not _is_copy(error):
         with contextlib.suppress(Exception):
@@ -212,7 +233,7 @@ def _report(text: str, is_others: bool) -> NoReturn:
     if is_others:
         time.sleep(_GRACE_SECONDS)
     end = time.monotonic() + _OTHERS_SECONDS
-    while (claim := _claim_report()) is None and time.monotonic() < end:
+    while (claim := claim_report()) is None and time.monotonic() < end:
         time.sleep(_LOOK_SECONDS)
     time.sleep(_REPORT_SECONDS)
     if isinstance(sys.stderr, io.StringIO):
@@ -234,18 +255,3 @@ def _in_job() -> bool:
         and not MPI.Is_finalized()
         and MPI.COMM_WORLD.Get_size() > 1
     )
-
-
-def _claim_report() -> socket.socket | None:
-    """Return a claim to report for this node; None if another rank has it.
-
-    The claim is an abstract socket address (Linux), which vanishes with the process.
-    Ranks of one job on one node have the same parent: the launcher's daemon.
-    """
-    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:
-        claim.bind(f"\0mpidist-failure-{os.getuid()}-{os.getppid()}")
-    except OSError:
-        claim.close()
-        return None
-    return claim

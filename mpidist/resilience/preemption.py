@@ -269,7 +269,12 @@ class PreemptionCheckpointHandler:
         if left >= self._durations.needed():
             return
         self._log_end(left, is_asked)
-        self._group.consensus.run(_CALL, lambda: self._save(*args, **kwargs))
+        path = self._group.consensus.run(_CALL, lambda: self._save(*args, **kwargs))
+        if self._group.replica_id == 0:
+            ends = f"the job exits with {RESTART_EXIT_CODE}, to be started again"
+            if self._config.exit_fn is not None:
+                ends = "exit_fn ends the job"
+            logs.info("resilience", f"saved {path}; {ends}")
         if self._config.exit_fn is None:
             # A late signal must not end this rank differently while it exits
             for number in self._former:
@@ -278,13 +283,16 @@ class PreemptionCheckpointHandler:
         self.close()
         self._config.exit_fn()
 
-    def _save(self, *args: Any, **kwargs: Any) -> None:
+    def _save(self, *args: Any, **kwargs: Any) -> str:
+        """Save; return where. Collective."""
+        path: str | None = "by save_fn"
         if self._config.save_fn is not None:
             self._config.save_fn(*args, **kwargs)
         if self._manager is not None:
             if self._config.save_fn is None:
-                self._manager.save(check_interval=False)
+                path = self._manager.save(check_interval=False)
             self._manager.wait()
+        return str(path)
 
     @contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:

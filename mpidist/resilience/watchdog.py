@@ -24,7 +24,7 @@ from mpidist.comm.consensus.diagnostics import missing_threads
 from mpidist.comm.consensus.failures import FailureDetector, can_survive, is_last
 from mpidist.comm.consensus.flight_recorder import Entry
 from mpidist.comm.consensus.pending import Pending
-from mpidist.comm.consensus.signatures import name_ranks
+from mpidist.comm.consensus.signatures import END, name_ranks
 from mpidist.resilience.deadlocks import DeadlockDetector
 from mpidist.util import logs
 from mpidist.util.notices import warn
@@ -146,6 +146,9 @@ class Watch(threading.Thread):
         former = consensus.recorder.before_last()
         busy = 0.0 if former is None else entry.begun - (former.ended or former.begun)
         is_slow = waited > max(_SLOW_SECONDS, _SLOW_TIMES * busy)
+        # Who has ended is not slow, nor who still works when others have ended
+        if process_monitor.ended(consensus.pids) or entry.operation == END:
+            return
         if is_slow and missing and now > self._silent_until:
             self._silent_until = now + _SAY_AGAIN_SECONDS
             come = set(range(consensus.size)) - set(missing)

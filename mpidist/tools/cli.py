@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import math
 import os
 import shlex
 import sys
@@ -329,6 +330,7 @@ def _add_tune(commands: Commands) -> None:
     add("--largest-bytes", type=size, default=64 << 20, metavar="N", help=largest)
     number = _integer(1, 1_000_000)
     add("--repetitions", type=number, default=9, metavar="N", help="(default 9)")
+    add("--force", action="store_true", help="write a table of noisy times, too")
 
 
 def _tune(args: argparse.Namespace) -> int:
@@ -337,29 +339,36 @@ def _tune(args: argparse.Namespace) -> int:
     Run it on an idle machine, with the same number of nodes and ranks per node as
     your jobs. It writes a file that strategies with this layout and MPI library
     read. It changes a transport only if another one is faster by more than the
-    noise of the measurement, and prints times, noise and gain.
+    noise of the measurement, in both halves of it, and prints times, noise and
+    gain. If the times vary by more than 30 %, the machine is busy: nothing is
+    written.
 
     Example:
       mpidist run -n 8 -m mpidist tune
 
-    Exit status: 0 if a table was written; 1 with one rank, where nothing is
-    written; 2 if the arguments are invalid.
+    Exit status: 0 if a table was written; 1 if not: with one rank, or on a busy
+    machine; 2 if the arguments are invalid.
     """
     from mpidist.launch import mpi_defaults  # noqa: F401, I001 - before MPI is imported
     from mpidist.resilience import exit_handling
     from mpidist.comm.transports.tuning import table_path
-    from mpidist.tools.tune import describe, tune
+    from mpidist.tools.tune import MOST_NOISE, describe, tune
 
     exit_handling.abort_on_exception()
     path = args.output or table_path()
     if path is None:
         return _fail("tune", "there is no home directory: name a file, --output", 2)
-    result = tune(path, args.largest_bytes, args.repetitions)
+    most_noise = math.inf if args.force else MOST_NOISE
+    result = tune(path, args.largest_bytes, args.repetitions, most_noise)
     if "table" not in result:
         how = "mpidist run -n 8 -m mpidist tune"
         return _fail("tune", f"one rank has no transports to compare: {how}", 1)
     if result["rank"] == 0:
         print("\n".join(describe(result, path)))
+    if not result["is_written"]:
+        why = f"the times vary by {100 * result['noise']:.0f} %, so the machine is busy"
+        then = "nothing was written; run it where nothing else runs, or use --force"
+        return _fail("tune", f"{why}: {then}", 1) if result["rank"] == 0 else 1
     return 0
 
 

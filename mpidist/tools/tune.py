@@ -28,6 +28,8 @@ from mpidist.util.available_memory import as_text
 
 # Smaller gains do not change the table
 _LEAST_GAIN = 0.03
+# Of the time of a call: with more noise, the machine is too busy to be measured
+MOST_NOISE = 0.3
 _LOOP_SECONDS = 2e-3
 _METHODS = ("allreduce", "allgatherv", "broadcast")
 # Chosen by an option for the order of additions, not for speed, where it is not used
@@ -40,25 +42,32 @@ class Timing(NamedTuple):
     Args:
       seconds: the median of all repetitions.
       noise_seconds: half the interquartile range.
+      halves: the medians of the first and the second half of the repetitions.
     """
 
     seconds: float
     noise_seconds: float
+    halves: tuple[float, ...] = ()
 
 
-def tune(path: Path, largest_bytes: int, repetitions: int) -> dict[str, Any]:
+def tune(
+    path: Path, largest_bytes: int, repetitions: int, most_noise: float = MOST_NOISE
+) -> dict[str, Any]:
     """Measure, write the tuning table of this layout, and return it. Collective.
 
-    With one rank nothing is measured or written.
+    With one rank nothing is measured; nor is anything written if it, or the machine,
+    is too busy.
 
     Args:
       path: of the file of tables, on rank 0.
       largest_bytes: the largest size to measure.
       repetitions: of each timing; the median counts.
+      most_noise: of the time of a call, in the median of all timings.
 
     Returns:
       "rank" and "layout"; "table", "former" (what was used so far), "sizes_bytes" and
-      "timings", by method and transport; at one rank no table.
+      "timings", by method and transport; "noise" and "is_written"; at one rank no
+      table.
     """
     strategy = MirroredStrategy()
     group = strategy.extended
@@ -82,10 +91,16 @@ def tune(path: Path, largest_bytes: int, repetitions: int) -> dict[str, Any]:
         "seconds": _each(timings, "seconds"),
         "noise_seconds": _each(timings, "noise_seconds"),
     }
-    layout = group.layout
-    group.consensus.root_only("tune", lambda: write_table(path, layout, table, note))
+    every = [t for of in timings.values() for times in of.values() for t in times]
+    noise = float(np.median([t.noise_seconds / t.seconds for t in every]))
+    is_written, layout = noise <= most_noise, group.layout
+    if is_written:  # the same on all ranks
+        group.consensus.root_only(
+            "tune", lambda: write_table(path, layout, table, note)
+        )
     strategy.experimental_finalize()
-    return {**about, "table": table, "former": former, "timings": timings, **note}
+    about |= {"noise": noise, "is_written": is_written, "former": former}
+    return {**about, "table": table, "timings": timings, **note}
 
 
 def _each(
@@ -126,7 +141,9 @@ def _measure(
             times[name].append(_time(comm, call, loops))
         for name, measured in times.items():
             low, middle, high = np.quantile(measured, [0.25, 0.5, 0.75]).tolist()
-            timings[name].append(Timing(middle, (high - low) / 2))
+            halves = np.array_split(measured, 2)
+            medians = tuple(float(np.median(part)) for part in halves if part.size)
+            timings[name].append(Timing(middle, (high - low) / 2, medians))
     return timings
 
 
@@ -220,8 +237,13 @@ def choose(timings: Mapping[str, Timing], preferred: Sequence[str]) -> str:
 
 
 def is_clear(faster: Timing, slower: Timing) -> bool:
-    """Return whether one time is shorter than another by more than the noise."""
+    """Return whether one time is shorter than another by more than the noise.
+
+    And in both halves of the repetitions: what does not repeat is chance.
+    """
     noise = faster.noise_seconds + slower.noise_seconds
+    if any(a >= b for a, b in zip(faster.halves, slower.halves)):
+        return False
     return slower.seconds - faster.seconds > max(noise, _LEAST_GAIN * slower.seconds)
 
 
@@ -229,7 +251,7 @@ def describe(result: Mapping[str, Any], path: Path) -> list[str]:
     """Return lines that show times, noise, what is used, what that gains, and where.
 
     Args:
-      result: what `tune` returned.
+      result: what `tune` returned, of more than one rank.
       path: of the file of tables.
     """
     lines, sizes = (
@@ -252,6 +274,8 @@ def describe(result: Mapping[str, Any], path: Path) -> list[str]:
                 ratio = at_size[old].seconds / at_size[name].seconds
                 gain = f", {ratio:.2f} times as fast as {old}"
             lines.append(f"{as_text(size):>12}{cells}   {name}{gain}")
+    if not result["is_written"]:
+        return lines
     lines.append(f"{path}: {result['layout']}")
     for method, table in result["table"].items():
         text = ", ".join(f"from {edge:,} bytes {name}" for edge, name in table)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -24,7 +25,14 @@ from mpidist.comm.transports.tuning import (
     write_table,
 )
 from mpidist.options import CommunicationImplementation as How
-from mpidist.tools.tune import Timing, choose_rows, is_clear, name_at, tune
+from mpidist.tools.tune import (
+    Timing,
+    choose_rows,
+    describe,
+    is_clear,
+    name_at,
+    tune,
+)
 
 METHODS = ("allreduce", "allgatherv", "broadcast")
 LAYOUT = Layout("MPICH 5.0.2", (2, 4), "CPU")
@@ -196,7 +204,7 @@ def test_what_is_measured_is_used(comm, path, monkeypatch, ranks_per_node):
     monkeypatch.setattr(
         "mpidist.tools.tune.MirroredStrategy", lambda: strategy_of(comm)
     )
-    found = tune(path, 1 << 12, 1)
+    found = tune(path, 1 << 12, 1, math.inf)
     if comm.size == 1:
         assert "table" not in found
         assert not path.exists()
@@ -254,6 +262,26 @@ def test_noise_and_small_gains_change_nothing():
     assert chosen((1.0, 0.0), (0.98, 0.0)) == [(0, "a")]
 
 
+def test_what_does_not_repeat_changes_nothing():
+    def chosen(a, b):
+        timings = {"a": [Timing(1.0, 0.0, a)], "b": [Timing(0.5, 0.0, b)]}
+        return choose_rows([8], timings, [(0, "a")])
+
+    assert chosen((1.0, 1.0), (0.5, 0.5)) == [(0, "b")]
+    assert chosen((1.0, 0.4), (0.5, 0.5)) == [(0, "a")]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_busy_machine_is_not_measured(comm, path, monkeypatch):
+    monkeypatch.setattr(
+        "mpidist.tools.tune.MirroredStrategy", lambda: strategy_of(comm)
+    )
+    found = tune(path, 16, 3, most_noise=-1.0)
+    assert not found["is_written"]
+    assert not path.exists()
+    assert "Layout" not in "".join(describe(found, path))
+
+
 @pytest.fixture
 def without_launcher(monkeypatch):
     for name in list(os.environ):
@@ -276,7 +304,15 @@ def test_one_rank_writes_nothing(tmp_path, without_launcher):
 def test_the_command_prints_times_and_what_it_wrote(tmp_path):
     output = tmp_path / "t.json"
     command = [*launching.mpirun_command(2), sys.executable, "-m", "mpidist", "tune"]
-    command += ["--output", str(output), "--largest-bytes", "64", "--repetitions", "3"]
+    command += [
+        "--output",
+        str(output),
+        "--largest-bytes",
+        "64",
+        "--repetitions",
+        "3",
+        "--force",
+    ]
     done = launching.run(command)
     assert done.returncode == 0, done.stderr
     (entry,) = json.loads(output.read_text())["tables"]

@@ -38,6 +38,7 @@ from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.signatures import (
     CallReport,
     CallSignature,
+    call_site,
     digest,
 )
 from mpidist.comm.consensus.thread_order import (
@@ -58,6 +59,7 @@ from mpidist.util.tracebacks import fold
 Fields = Sequence[tuple[str, Any]]  # names and values that must be equal on all ranks
 FINALIZED = "the strategy was finalized and cannot be used any more"
 _MOST_BARE = 256  # calls without arguments that are kept
+_MOST_NOTED = 100  # places where something was made
 T = TypeVar("T")
 _get_ident = threading.get_ident
 
@@ -101,6 +103,7 @@ class Consensus:
         self._can_drain = False  # see `close`
         self.pids: dict[int, int] = {}  # of ranks that can be monitored
         self._agreed_id = 0  # of an error raised on all ranks
+        self._made_at: dict[str, str] = {}  # see `note_made`
         self.waiting = RequestWaiter(comm, self.departures)
         self.recorder = Recorder(channel, comm)
         self.begin, self.note = self.recorder.begin, self.recorder.note_arrivals
@@ -116,6 +119,12 @@ class Consensus:
             Consensus.made = channel + 1
             Consensus.in_use.append(self)
         self.failures.on_failure(self._lose_ranks)
+
+    def note_made(self, name: str) -> None:
+        """Note where the user's code makes what messages call `name`."""
+        if len(self._made_at) == _MOST_NOTED:
+            self._made_at.clear()
+        self._made_at[name] = call_site()
 
     def retire(self) -> None:
         """Take no part in the end of the program. Not collective."""
@@ -523,7 +532,8 @@ class Consensus:
                 self.by_threads = records
                 return first
         try:
-            diagnostics.raise_difference(records, proposal.error, self.rank, self.calls)
+            args = proposal.error, self.rank, self.calls, self._made_at
+            diagnostics.raise_difference(records, *args)
         except Exception as raised:
             # Some ranks have left scopes that others are still in: these must follow
             outermost = min(r.depth for r in records)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -59,7 +60,11 @@ def report_of(
 
 
 def raise_difference(
-    records: Sequence[CallReport], error: Exception | None, rank: int, call: int
+    records: Sequence[CallReport],
+    error: Exception | None,
+    rank: int,
+    call: int,
+    made_at: Mapping[str, str],
 ) -> NoReturn:
     """Raise the error for ranks whose records differ.
 
@@ -68,6 +73,7 @@ def raise_difference(
       error: this rank's error, if it has failed.
       rank: this one.
       call: the number of the call.
+      made_at: where this rank has made what messages may name.
 
     Raises:
       The error of a rank that failed: this rank's own, or a copy of the first one's.
@@ -89,9 +95,15 @@ def raise_difference(
             f"strategy): {calls}. Every replica must make the same calls in the "
             "same order"
         )
+    text = differences(records)
+    places = [
+        f"{name} was made at {site}"
+        for name, site in made_at.items()
+        if re.search(rf"\b{name}\b", text)
+    ]
     raise MismatchError(
         f"{records[0].operation}: the replicas' arguments differ: "
-        f"{differences(records)}"
+        + "; ".join([text, *places])
     )
 
 

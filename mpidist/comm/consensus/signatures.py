@@ -18,6 +18,9 @@ from mpidist.util.hashing import hash62
 _BITS = (1 << 62) - 1
 _ODD = 0x1E3779B97F4A7C15  # multiplication by it permutes the numbers of 62 bits
 _folders = [str(Path(__file__).parents[2]) + os.sep]
+END = "the end of the program"
+# Where and how the program has called `sys.exit`, if it has
+exits: list[str] = []
 
 
 class CallSignature(NamedTuple):
@@ -134,8 +137,14 @@ def user_frame() -> Any:
 
 
 def call_site() -> str:
-    """Return file and line of the innermost frame outside this package."""
+    """Return file and line of the innermost frame outside this package.
+
+    Without one the program has ended: then how it has, if that is known.
+    """
     frame = user_frame()
+    if is_own_code(frame.f_code):
+        path = getattr(sys.modules["__main__"], "__file__", None)
+        return exits[-1] if exits else f"the end of {path or 'its text'}"
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 

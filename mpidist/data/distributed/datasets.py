@@ -118,6 +118,7 @@ class DistributedDataset:
     def __init__(self, plan: ReadPlan, entropy: int):
         self._plan = plan
         self._epochs = EpochCounter(entropy)
+        plan.extended.consensus.note_made(plan.name)
         # A line at the start of the job, without communication or reading rows.
         show_once(
             plan.extended,

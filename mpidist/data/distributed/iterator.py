@@ -79,9 +79,7 @@ class DistributedIterator:
         """
         self._epoch = epoch
         self._step = step
-        self._progress_key = (
-            f"the step in epoch {epoch.number} of dataset {self._plan.serial}"
-        )
+        self._progress_key = f"the step in epoch {epoch.number} of {self._plan.name}"
         self._agreed_until = 0  # all replicas have their batches before this step
         self._per_step_until = 0  # before this step, replicas agree on each step
         self._prefetcher = Prefetcher(
@@ -224,7 +222,11 @@ class DistributedIterator:
 
         def describe(at: tuple[Epoch, int]) -> list[tuple[str, Any]]:
             epoch, step = at
-            where = [("dataset", plan.serial), ("epoch", epoch.number), ("step", step)]
+            where = [
+                ("the iterator", plan.name),
+                ("epoch", epoch.number),
+                ("step", step),
+            ]
             return [*where, ("the state's entropy", epoch.entropy)]
 
         # A wrong state on one rank raises on all, before anything has changed
@@ -327,7 +329,7 @@ class DistributedIterator:
         if step < self._agreed_until:
             self._record_progress(step + 1)
             return self._read()
-        where = ("dataset", plan.serial), ("epoch", self._epoch.number)
+        where = ("the iterator", plan.name), ("epoch", self._epoch.number)
         if not plan.is_open_ended:
             return self._agree_on_rows(where)
         # This replica's own batch may be missing; then it needs an empty one like the

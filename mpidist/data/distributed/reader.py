@@ -79,6 +79,11 @@ class ReadPlan:
     serial: int
 
     @functools.cached_property
+    def name(self) -> str:
+        """What messages call this dataset; the same on all replicas."""
+        return f"dataset {self.serial}"
+
+    @functools.cached_property
     def share(self) -> BatchShare:
         """Which rows of each batch of the pipeline this replica takes."""
         if not self.is_global:
