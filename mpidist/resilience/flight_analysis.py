@@ -101,7 +101,10 @@ def read_flights(paths: Sequence[Path]) -> list[Flight]:
     files = [f for path in paths for f in _files_of(path)]
     if not files:
         places = ", ".join(map(str, paths))
-        raise DataError(f"there is no flight recorder dump in {places}")
+        raise DataError(
+            f"there is no flight recorder dump in {places}: the job ended normally, "
+            "which removes them, or ran without MPIDIST_DUMPS"
+        )
     return [_read(path) for path in files]
 
 

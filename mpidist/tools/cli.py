@@ -282,11 +282,16 @@ def _add_plan(commands: Commands) -> None:
         "--policy",
         choices=["data", "file", "off"],
         default="data",
-        help="the AutoShardPolicy: slices of each batch, whole files, or everything",
+        help="the AutoShardPolicy: slices of each batch (default), whole files, or all",
     )
     add("--drop-remainder", action="store_true", help="as of Dataset.batch")
     add("--shuffle", action="store_true", help="shuffle the rows before batching")
-    add("--seed", type=int, metavar="SEED", help="of the shuffle")
+    add(
+        "--seed",
+        type=int,
+        metavar="SEED",
+        help="of the shuffle; default: each job draws one",
+    )
     window = "see Dataset.shuffle; 0 permutes exactly"
     add("--window-chunks", type=_integer(0), metavar="CHUNKS", help=window)
     add("--ranks-per-node", type=_integer(1), metavar="K", help="adds a line on nodes")

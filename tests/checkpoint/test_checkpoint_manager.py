@@ -433,3 +433,22 @@ def test_a_clock_that_went_back_does_not_stop_the_count(
     for hours in (1, 2, 3, 4):
         save_at(manager, comm, clock, hours)
     assert numbers(mpi_tmp_path) == [3, 5]
+
+
+def test_a_restore_says_from_where_and_where_it_goes_on(strategy, mpi_tmp_path, caplog):
+    def start():
+        rows = mpidist.Dataset.range(12).batch(2)
+        batches = iter(strategy.experimental_distribute_dataset(rows))
+        checkpoint = mpidist.Checkpoint(strategy=strategy, batches=batches)
+        return batches, mpidist.CheckpointManager(checkpoint, mpi_tmp_path, 2)
+
+    batches, manager = start()
+    next(batches)
+    next(batches)
+    path = manager.save()
+    _, manager = start()
+    with caplog.at_level("INFO"):
+        manager.restore_or_initialize()
+    said = [r.getMessage() for r in caplog.records if r.levelname == "INFO"]
+    is_first = strategy.extended.replica_id == 0
+    assert said == [f"restored {path}: epoch 0, batch 2"] * is_first

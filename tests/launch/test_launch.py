@@ -366,6 +366,18 @@ def test_good_launches_pass(environ, size):
     check_launch(environ, size, "MPICH Version: 5.0")
 
 
+def test_a_job_that_is_started_wrongly_says_so_once():
+    """Not once for each of its processes, which do not know of each other."""
+    script = "import mpidist; mpidist.MirroredStrategy()"
+    one = f"{sys.executable} -c '{script}' & "
+    ended = launching.run(
+        ["sh", "-c", 3 * one + "wait"], PMI_SIZE="3", MPI_LOCALNRANKS=""
+    )
+    assert ended.stderr.count("mpidist.errors.LaunchError: ") == 1
+    assert "started 3 processes" in ended.stderr
+    assert ended.stderr.count("  File ") == 1
+
+
 def test_a_singleton_job_fails_before_it_computes():
     code = "import mpidist; mpidist.MirroredStrategy(); print('computing')"
     # As if the launcher of the other library had started it

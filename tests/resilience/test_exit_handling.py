@@ -44,6 +44,14 @@ BAD = {
         "MPI.Finalize() if rank else strategy.reduce('SUM', 1.0)",
         "the end of the program at <string>:",
     ),
+    "one rank exits": (
+        "import sys\nsys.exit(3) if rank else strategy.reduce('SUM', 1.0)",
+        "by sys.exit(3) on rank 1",
+    ),
+    "one rank is through": (
+        "if not rank: strategy.reduce('SUM', 1.0)",
+        "the end of the program at the end of ",
+    ),
     "another strategy": (
         "other = mpidist.MirroredStrategy(['CPU:0'])\n"
         "MPI.Finalize() if rank else other.reduce('SUM', 1.0)",
