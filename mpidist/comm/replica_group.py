@@ -147,8 +147,8 @@ class ReplicaGroup:
         self.closing: list[Callable[[], None]] = []
         # Values of the default strategy's one replica are no `PerReplica`
         self.is_default = False
-        # Called with each batch of a distributed dataset, by the iterators in `data`
-        self.batch_watchers: list[Callable[..., None]] = []
+        # Told of each batch of a distributed dataset, by the iterators in `data`
+        self.batch_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._resources = _Resources(
             weakref.ref(self),
             self.topology,

@@ -53,14 +53,14 @@ class DatasetOrder:
         self._last: dict[int, _Batch] = {}  # by dataset, if nothing was appended for it
         self._numbers: list[Positions] = []  # in the dataset, of each appended batch
         self._steps: list[tuple[int, int, int]] = []  # or epoch, step and rows of each
-        extended.batch_watchers.append(self._watch)
+        extended.batch_watchers.add(self)
 
     def close(self) -> None:
         """Watch no batches any more."""
-        if self._watch in self._extended.batch_watchers:
-            self._extended.batch_watchers.remove(self._watch)
+        self._extended.batch_watchers.discard(self)
 
-    def _watch(self, plan: ReadPlan, epoch: Epoch, step: int, batch: Any) -> None:
+    def watch(self, plan: ReadPlan, epoch: Epoch, step: int, batch: Any) -> None:
+        """Note the batch that an iterator returns."""
         lengths = [len(leaf) for leaf in nest.flatten(batch)[0] if np.ndim(leaf)]
         self._last[id(plan)] = _Batch(plan, epoch, step, max(lengths, default=0))
 

@@ -1,5 +1,6 @@
 """Rows written for the batches of a dataset, where the dataset has them."""
 
+import gc
 import os
 
 import h5py
@@ -131,6 +132,14 @@ def test_two_writers_watch_the_same_batches(strategy, path):
         other.close()
     assert np.array_equal(read(path), np.arange(7))
     assert np.array_equal(read(path.with_name("other.h5")), -np.arange(7))
+    assert not strategy.extended.batch_watchers
+
+
+def test_a_forgotten_writer_watches_nothing(strategy, path):
+    writer = Hdf5Writer(strategy, path, order="dataset")
+    assert len(strategy.extended.batch_watchers) == 1
+    del writer
+    gc.collect()
     assert not strategy.extended.batch_watchers
 
 

@@ -177,8 +177,9 @@ class DistributedIterator:
     def _distributed(self, local_batch: LocalBatch) -> Any:
         """Return a batch as the user gets it: a nest of `PerReplica`."""
         extended, batch = self._plan.extended, local_batch.batch
-        for watch in extended.batch_watchers:
-            watch(self._plan, self._epoch, self._step - 1, batch)
+        if extended.batch_watchers:
+            for watcher in extended.batch_watchers:
+                watcher.watch(self._plan, self._epoch, self._step - 1, batch)
         if extended.is_default:
             return batch
         return values.regroup(batch, extended.replica_id)
