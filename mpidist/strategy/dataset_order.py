@@ -49,7 +49,7 @@ class DatasetOrder:
         self._extended = extended
         self._path = path
         self._fill_value = fill_value
-        self._plan = 0  # the identity of that of the dataset
+        self._plan: ReadPlan | None = None  # of the dataset
         self._last: dict[int, _Batch] = {}  # by dataset, if nothing was appended for it
         self._numbers: list[Positions] = []  # in the dataset, of each appended batch
         self._steps: list[tuple[int, int, int]] = []  # or epoch, step and rows of each
@@ -71,7 +71,8 @@ class DatasetOrder:
           ArgumentError: it is not one row for each row of that batch; or the order of
             the dataset is not known.
         """
-        plans = [self._plan] if self._plan in self._last else list(self._last)
+        is_known = id(self._plan) in self._last
+        plans = [id(self._plan)] if is_known else list(self._last)
         if len(plans) != 1:
             what = f"batches of {len(plans)} distributed datasets" if plans else ""
             raise ArgumentError(
@@ -105,7 +106,7 @@ class DatasetOrder:
     def keep(self, located: Any) -> None:
         """Record that the rows were appended; see `locate`."""
         batch, where = located
-        self._plan = id(batch.plan)
+        self._plan = batch.plan
         self._last.clear()
         (self._steps if isinstance(where, tuple) else self._numbers).append(where)
 
