@@ -19,7 +19,7 @@ from mpidist.data.ordering import (
     Window,
 )
 from mpidist.data.sources import Positions
-from mpidist.util.shares import BatchShare
+from mpidist.util.shares import WHOLE, BatchShare
 
 
 class UnknownRowsError(Exception):
@@ -51,7 +51,7 @@ def of_batch(dataset: Any, epoch: Epoch, step: int, share: BatchShare) -> Positi
         return _of_rows(dataset.parents[0], epoch, np.arange(rows.start, rows.stop))
     if isinstance(dataset, Concatenate):
         part, i = dataset.find(step)
-        before = 0 if part is dataset.parents[0] else _count_rows(dataset.parents[0])
+        before = 0 if i == step else _count_rows(dataset.parents[0])
         return before + of_batch(part, epoch, i, share)
     if isinstance(dataset, Zip) and not is_shuffled(dataset):
         return of_batch(dataset.parents[0], epoch, step, share)
@@ -64,11 +64,14 @@ def of_batch(dataset: Any, epoch: Epoch, step: int, share: BatchShare) -> Positi
         return repetition * before + of_batch(dataset.parents[0], inner, i, share)
     elif isinstance(dataset, Window) and not is_shuffled(dataset):
         start = dataset.locate_one(epoch, 0)[1]
-        before = of_batch(dataset.parents[0], epoch, start, BatchShare(1, 0))[:1].sum()
-        return of_batch(dataset.parents[0], epoch, start + step, share) - before
+        first = of_batch(dataset.parents[0], epoch, start, WHOLE)[:1].sum()
+        numbers: Positions = of_batch(dataset.parents[0], epoch, start + step, share)
+        numbers -= first
+        return numbers
     elif not isinstance(dataset, Map | Shuffle | Window):
         raise UnknownRowsError
-    return of_batch(dataset.parents[0], *dataset.locate_one(epoch, step), share)
+    epoch, step = dataset.locate_one(epoch, step)
+    return of_batch(dataset.parents[0], epoch, step, share)
 
 
 def _of_rows(dataset: MapDataset, epoch: Epoch, positions: Positions) -> Positions:

@@ -13,6 +13,7 @@ from mpidist import Dataset, Hdf5Writer
 from mpidist.strategy import dataset_order
 
 R = Dataset.range
+FIVE = R(5).batch(2)
 TWICE = np.tile(np.arange(10), 2)
 BOTH = np.r_[:10, 20:25]
 ORDERED = {
@@ -34,6 +35,7 @@ ORDERED = {
     "concatenated": (R(10).concatenate(R(20, 25)).shuffle().batch(4), BOTH),
     "each shuffled": (R(10).shuffle().concatenate(R(20, 25).shuffle()).batch(4), BOTH),
     "batches concatenated": (R(10).batch(4).concatenate(R(20, 25).batch(4)), BOTH),
+    "twice the same": (FIVE.concatenate(FIVE), np.tile(range(5), 2)),
     "sharded": (R(10).shard(2, 1).shuffle().batch(2), np.arange(1, 10, 2)),
     "zipped": (
         Dataset.zip((R(9), R(9))).map(lambda x, y: x + 0 * y).shuffle().batch(2),
