@@ -91,7 +91,9 @@ def skip_private_origin(
     """Leave out members that come from Python or NumPy, and have their manual there."""
     function = inspect.unwrap(member) if callable(member) else member
     module = getattr(function, "__module__", None) or "mpidist"
-    return True if not module.startswith("mpidist") and what == "class" else None
+    # Sphinx has stand-ins of its own for fields without a value
+    is_ours = module.startswith(("mpidist", "sphinx."))
+    return True if not is_ours and what == "class" else None
 
 
 def _raises(head: str, block: list[str]) -> list[str]:
