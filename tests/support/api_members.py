@@ -2,10 +2,10 @@
 
     python tests/support/api_members.py docs/_build/html
 
-What `dir()` shows of a class must be on its page, and fields of a dataclass, too. A name
-may be missing only if the page's options exclude it, if Python, NumPy or PyTorch define
-it, or if it is inherited from a class with an entry of its own: then the table of the
-class shows it, or the entry names its base.
+What `dir()` shows of a class must be on its page, and fields of a dataclass, too. A
+name may be missing only if the page's options exclude it, if Python, NumPy or PyTorch
+define it, or if it is inherited from a class with an entry of its own: then the table
+of the class shows it, or the entry names its base.
 """
 
 from __future__ import annotations
