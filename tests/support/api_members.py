@@ -139,7 +139,7 @@ def names_without_table(folder: Path) -> list[str]:
     wrong = []
     for page in sorted(folder.glob("*.md")):
         text = page.read_text()
-        directive = r"^\.\. (?:auto(?:class|function)|py:data):: (\S+)$"
+        directive = r"^\.\. auto(?:class|function):: (\S+)$"
         names = re.findall(directive, text, re.M)
         top = set(re.findall(r"^ {3}([\w.]+)$", text, re.M))
         if len(names) >= LONG_PAGE:
