@@ -22,7 +22,12 @@ author = "The mpidist authors"
 release = version = mpidist.__version__
 html_title = f"mpidist {release}"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+]
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "html_image"]
 myst_heading_anchors = 3
@@ -34,6 +39,8 @@ html_static_path = ["_static"]
 html_css_files = ["manual.css"]
 html_copy_source = html_show_sourcelink = html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
+# Beside a page there is no room for "Strategy.broadcast()", and its class is above it
+toc_object_entries_show_parents = "hide"
 
 # Docstrings have single backticks around code
 default_role = "literal"
@@ -41,6 +48,7 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
+autosummary_generate = False  # tables only, no pages
 autodoc_class_signature = "mixed"
 # The reference is the same whether these are installed or not
 autodoc_mock_imports = [n for n in ("torch", "jax") if not importlib.util.find_spec(n)]
@@ -83,7 +91,9 @@ def skip_private_origin(
     """Leave out members that come from Python or NumPy, and have their manual there."""
     function = inspect.unwrap(member) if callable(member) else member
     module = getattr(function, "__module__", None) or "mpidist"
-    return True if not module.startswith("mpidist") and what == "class" else None
+    # Sphinx has stand-ins of its own for fields without a value
+    is_ours = module.startswith(("mpidist", "sphinx."))
+    return True if not is_ours and what == "class" else None
 
 
 def _raises(head: str, block: list[str]) -> list[str]:
@@ -121,7 +131,7 @@ def to_restructured_text(
                 i += 1
             result += ["", *_raises(is_raises[1], block)]
         elif is_code and result[-2][:1].strip() and not result[-2].endswith("::"):
-            result += ["::", "", line]
+            result += [".. code-block:: python", "", line]
             while i < len(lines) and (not lines[i] or lines[i].startswith(" ")):
                 result.append(lines[i])
                 i += 1

@@ -1,8 +1,13 @@
-"""The examples of the three TensorFlow pages that this library follows.
+"""The examples of the three TensorFlow pages that this library follows; the reference.
 
 With two replicas the numbers are the pages'; with others, those that follow.
 """
 
+import sys
+from pathlib import Path
+
+import api_members
+import launching
 import numpy as np
 import pytest
 from all_ranks import local
@@ -118,3 +123,55 @@ def test_the_slices_are_those_of_the_specification():
     ]:
         slices = [BatchShare(replicas, r).of(rows) for r in range(replicas)]
         assert [s.stop - s.start for s in slices] == sizes
+
+
+CLASSES = api_members.public_classes()
+ENTRIES = api_members.entries(api_members.PAGES)
+# As if the pages had all members
+COMPLETE = set(CLASSES) | {
+    f"{name}.{member}"
+    for name, kind in CLASSES.items()
+    for member, owner in api_members.members(kind).items()
+    if owner is kind or name in ("mpidist.Mirrored", "mpidist.Variable")
+}
+
+
+def lacking(name, without=()):
+    pages = COMPLETE - set(without)
+    return api_members.missing(name, CLASSES[name], pages, ENTRIES)
+
+
+def test_the_tables_of_the_reference_have_all_names():
+    assert api_members.names_without_table(api_members.PAGES) == []
+    for name in ENTRIES.keys() & CLASSES.keys():
+        assert [text for text in lacking(name) if "the table" in text] == []
+
+
+def test_the_strategy_that_one_creates_shows_what_it_inherits():
+    names = {n for n in dir(mpidist.MirroredStrategy) if not n.startswith("_")}
+    assert ENTRIES["mpidist.MirroredStrategy"].table == names
+
+
+def test_what_the_reference_lacks_is_found():
+    name = "mpidist.Strategy"
+    assert lacking(name) == []
+    gone = [f"{name}.barrier", "mpidist.TensorSpec.shape"]
+    assert lacking(name, gone) == ["mpidist.Strategy.barrier is not on strategy.md"]
+    found = lacking("mpidist.MirroredStrategy", gone)
+    assert found == ["mpidist.MirroredStrategy.barrier is not on strategy.md"]
+    found = lacking("mpidist.TensorSpec", gone)
+    assert found == ["mpidist.TensorSpec.shape is not on datasets.md"]
+    assert lacking("mpidist.Options", ["mpidist.Options"]) == [
+        "mpidist.Options has no entry"
+    ]
+
+
+@pytest.mark.slow
+def test_the_reference_has_all_members(tmp_path, capsys):
+    pytest.importorskip("myst_parser")
+    pytest.importorskip("furo")
+    docs = Path(__file__).parents[1] / "docs"
+    command = [sys.executable, "-m", "sphinx", "-q", "-c", str(docs), "-b", "html"]
+    ended = launching.run([*command, str(docs / "api"), str(tmp_path)])
+    assert ended.returncode == 0, ended.stderr
+    assert api_members.main(tmp_path) == 0, capsys.readouterr().out

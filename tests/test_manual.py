@@ -28,7 +28,7 @@ def test_pages_are_looked_at(tmp_path, capsys, text, said):
     (tmp_path / "page.html").write_text(PAGE % text)
     for is_dark in (False, True):
         found = manual_pages.look_at_all(tmp_path, is_dark)
-        assert [view["width"] for view in found] == [1280, 390]
+        assert [view["width"] for view in found] == [1400, 390]
         wrong = [text for view in found for text in view["wrong"]]
         assert len(wrong) == len(said)
         for text, start in zip(wrong, said, strict=True):

@@ -3,7 +3,7 @@
     python docs/pictures/charts.py            from benchmarks/results/*.json
     python docs/pictures/charts.py --check    say which picture is not up to date
 
-Absolute times and rates, and the physical limit as a line.
+Absolute times and rates, and the physical limit as a line, with grey beyond it.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ def legend(picture: Picture, names: Sequence[str], limit: str, y: float) -> floa
         width = 26 + text_width(name, 12) + 14
         if x + width > WIDTH and x > LEFT:
             x, y = LEFT, y + 18
-        is_limit = name == limit
-        style = "limit" if is_limit else f"line s{COLORS[name]}"
+        if name == limit:
+            picture.area([(x, y - 4), (x + 20, y - 4), (x + 20, y), (x, y)], "beyond")
+        style = "limit" if name == limit else f"line s{COLORS[name]}"
         picture.line([(x, y - 4), (x + 20, y - 4)], style)
         picture.text(x + 26, y, name, "small")
         x += width
@@ -106,6 +107,9 @@ def draw_times(
         y = (math.log10(point[1]) - low) / (high - low)
         return LEFT + x * (WIDTH - LEFT - RIGHT - 14), bottom - y * PLOT
 
+    # What nothing can reach is grey, since a line that is at the limit hides it
+    edge = [place(point) for point in limit[1]]
+    picture.area([(edge[0][0], bottom), *edge, (edge[-1][0], bottom)], "beyond")
     for power in range(low, high + 1):
         y = place((2**first, 10.0**power))[1]
         picture.line([(LEFT, y), (WIDTH - RIGHT, y)], "grid")
@@ -116,11 +120,11 @@ def draw_times(
             picture.line([(x, bottom), (x, bottom + 5)], "axis")
             picture.text(x, bottom + 20, bytes_text(2**power), "small middle")
     picture.text((LEFT + WIDTH) / 2, bottom + 38, "size of the array", "small middle")
-    picture.line(map(place, limit[1]), "limit")
     for name, line in reversed(lines.items()):  # mpidist above the others
         picture.line(map(place, line), f"line s{COLORS[name]}")
         for point in line:
             picture.dot(*place(point), f"f{COLORS[name]}")
+    picture.line(edge, "limit")
     return picture
 
 

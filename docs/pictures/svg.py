@@ -19,6 +19,7 @@ text { font: 13px system-ui, "DejaVu Sans", sans-serif; fill: var(--ink) }
 .arrow { stroke: var(--soft); fill: none }
 .head { fill: var(--soft) } .on-color { fill: var(--on) }
 .limit { stroke: var(--ink); stroke-dasharray: 5 4; fill: none }
+.beyond { fill: var(--grid) }
 .f0 { fill: var(--c0) } .f1 { fill: var(--c1) } .f2 { fill: var(--c2) }
 .f3 { fill: var(--c3) }
 .s0 { stroke: var(--c0) } .s1 { stroke: var(--c1) } .s2 { stroke: var(--c2) }
@@ -63,6 +64,11 @@ class Picture:
         """Connect points."""
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         self.parts.append(f'<polyline points="{path}"{_class(style)}/>')
+
+    def area(self, points: Iterable[Sequence[float]], style: str) -> None:
+        """Fill a polygon."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self.parts.append(f'<polygon points="{path}"{_class(style)}/>')
 
     def dot(self, x: float, y: float, style: str) -> None:
         """Draw a point of a line."""

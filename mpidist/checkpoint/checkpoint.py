@@ -72,7 +72,7 @@ class Checkpoint(Tracked):
         "_" are not saved; give those by name. Saving raises ArgumentTypeError if a
         number has become an array since, or an array a number.)
       strategy: the strategy whose ranks save and restore; by default the current one,
-        or that of the variables.
+        or the strategy of the variables.
       shard_bytes: the minimum number of bytes that each rank writes.
       objects: the objects by name. `save_counter` and method names are reserved.
 
@@ -135,7 +135,7 @@ class Checkpoint(Tracked):
 
     @property
     def objects(self) -> dict[str, Any]:
-        """The objects by name, with `save_counter`, and those of the root."""
+        """The objects by name, with `save_counter` and the objects of the root."""
         if self._root is None:
             return self._objects
         below = self._find_objects_of_root()

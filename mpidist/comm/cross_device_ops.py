@@ -166,7 +166,7 @@ class CrossDeviceOps:
 
         Example:
           >>> ops = strategy.extended.cross_device_ops
-          >>> mine = np.array([strategy.extended.replica_id + 7])
+          >>> mine = np.array([strategy.rank + 7])
           >>> ops.broadcast(mine, destinations="CPU:0") + 0
           array([7])
         """
@@ -436,7 +436,7 @@ class ReductionToOneDevice(MpiAllReduce):
       ...     accumulation_fn=lambda arrays: np.max(arrays, axis=0)
       ... )
       >>> maximum = mpidist.MirroredStrategy(cross_device_ops=largest)
-      >>> maximum.reduce("SUM", np.array([maximum.extended.replica_id, 5]))
+      >>> maximum.reduce("SUM", np.array([maximum.rank, 5]))
       array([1, 5])
     """
 

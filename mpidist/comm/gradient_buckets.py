@@ -394,6 +394,7 @@ class GradientBuckets:
     """
 
     result: Any = None
+    """After the block: the nest of reduced gradients of this step."""
 
     def __init__(
         self,

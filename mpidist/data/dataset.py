@@ -590,7 +590,7 @@ class Dataset(metaclass=_DatasetType):
             elements.close()
 
     def concatenate(self, dataset: Dataset, name: str | None = None) -> Dataset:
-        """Return a dataset of the elements of this one, then those of `dataset`.
+        """Return a dataset of the elements of this one, then of `dataset`.
 
         Raises:
           ArgumentError: only one of the two is batched.

@@ -321,7 +321,7 @@ class DatasetIterator:
     def set_state(self, state: Mapping[str, int]) -> None:
         """Continue where `get_state` of an iterator over an equal dataset was called.
 
-        The dataset's next iteration is the epoch after that of the state. Datasets are
+        The dataset's next iteration is the epoch after the state's. Datasets are
         equal if their transformations, numbers of rows and file names (without folders)
         are equal; functions and the contents of arrays are not compared. Seeking is
         O(1), except that a generator must yield the earlier elements again.

@@ -60,9 +60,9 @@ def all_reduce(
 ) -> Any:
     """Return the reduction of a pytree of arrays over all replicas. Collective.
 
-    Derivatives are those of the sum of all replicas' results: the derivative of a SUM
-    is the SUM of the derivatives, and of a MEAN the MEAN. Under vmap, arrays are
-    reduced with their batch dimension.
+    Derivatives are taken of the sum of all replicas' results: the derivative of a SUM
+    is the SUM of the derivatives, and the derivative of a MEAN is their MEAN. Under
+    vmap, arrays are reduced with their batch dimension.
 
     Args:
       reduce_op: SUM, MEAN, MIN, MAX or PRODUCT, or its name in any case.
@@ -110,7 +110,7 @@ def all_gather(
     """Return the replicas' arrays concatenated along `axis`. Collective.
 
     Inside `jit` and other transformations, shapes must agree on all replicas; outside,
-    lengths along `axis` may differ. Derivatives are those of the sum of all replicas'
+    lengths along `axis` may differ. Derivatives are taken of the sum of all replicas'
     results.
 
     Args:
@@ -122,7 +122,7 @@ def all_gather(
     Raises, on all replicas: see `all_reduce`, and `ReplicaContext.all_gather`.
 
     Example:
-      >>> rank = strategy.extended.replica_id
+      >>> rank = strategy.rank
       >>> mpidist.jax.all_gather(jnp.array([rank]), strategy=strategy)
       Array([0, 1], dtype=int32)
     """
@@ -154,7 +154,7 @@ def broadcast(value: Any, root: int = 0, *, strategy: Strategy | None = None) ->
     """Return the arrays of replica `root`, on every replica. Collective.
 
     Every replica passes a pytree of the same structure, shapes and dtypes. Derivatives
-    are those of the sum of all replicas' results.
+    are taken of the sum of all replicas' results.
 
     Args:
       value: a pytree of arrays.
@@ -164,7 +164,7 @@ def broadcast(value: Any, root: int = 0, *, strategy: Strategy | None = None) ->
     Raises, on all replicas: see `all_reduce`; ArgumentError: no such replica.
 
     Example:
-      >>> rank = strategy.extended.replica_id
+      >>> rank = strategy.rank
       >>> mpidist.jax.broadcast(jnp.array([rank]), root=1, strategy=strategy)
       Array([1], dtype=int32)
     """

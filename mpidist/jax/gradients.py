@@ -143,7 +143,7 @@ def mean_over_rows(
     Raises: see `all_reduce`.
 
     Example:
-      >>> rank = strategy.extended.replica_id
+      >>> rank = strategy.rank
       >>> mean = jnp.float32(rank)  # 0 over 3 rows, and 1 over 2
       >>> print(mpidist.jax.mean_over_rows(mean, 3 - rank, strategy=strategy))
       0.4

@@ -181,7 +181,7 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Callable[..., 
 
     Args:
       fun: as in `jax.jit`; or None, to decorate a function.
-      options: those of `jax.jit`.
+      options: the options of `jax.jit`.
 
     Returns:
       A function with the methods of `jax.jit`'s, such as `lower`. It is compiled for

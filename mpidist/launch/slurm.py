@@ -161,7 +161,7 @@ class SlurmClusterResolver:
     def cluster_spec(self) -> ClusterSpec:
         """Return each job's addresses, in the order of the ranks.
 
-        Afterwards `task_type` and `task_id` are those of this process, and, with
+        Afterwards `task_type` and `task_id` are known for this process. With
         `auto_set_gpu`, the GPUs are assigned.
         """
         addresses = [f"{host}:{self._port_base + i}" for host, i in self._tasks]

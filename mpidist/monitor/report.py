@@ -65,6 +65,8 @@ def describe(folder: Path) -> dict[str, Any]:
     return {
         "subtitle": f"{first['ranks']} ranks, {began}"
         + ("" if how == "ended" else f", {how}"),
+        "script": first["script"],
+        "command": first["command"],
         "rank": first["rank"],
         "steps": first["steps"],
         "mean": _mean_parts(statuses),

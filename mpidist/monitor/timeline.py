@@ -12,7 +12,9 @@ import functools
 import json
 import os
 import secrets
+import shlex
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -56,6 +58,7 @@ _CLOCK_CALL = "comparing clocks"
 _FIRST_ROUNDS = 8  # MPI opens connections in the first rounds
 _ROUNDS = 24
 _MANY_RANKS = 64
+_MOST_COMMAND = 400  # characters
 _now = time.monotonic_ns
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -66,6 +69,21 @@ def stride_at(size_bytes: int, most_bytes: int) -> int:
     """Return one of how many steps is recorded when a file has so many bytes."""
     after = size_bytes - most_bytes // _WHOLE_PART
     return 1 if after < 0 else 2 << (after // (most_bytes // _NEXT_PART))
+
+
+def _script() -> str:
+    """Return the name of this program, "" if it has none (`python -c`)."""
+    path = Path(sys.argv[0] if sys.argv else "")
+    is_package = path.name == "__main__.py"  # python -m
+    name = path.parent.name if is_package else path.name
+    return "" if name.startswith("-") else name
+
+
+def _command() -> str:
+    """Return this program's command line, without the folder of Python, on one line."""
+    python, *arguments = sys.orig_argv or [""]
+    text = " ".join(shlex.join([Path(python).name, *arguments]).split())
+    return text if len(text) <= _MOST_COMMAND else f"{text[:_MOST_COMMAND]} ..."
 
 
 class Timeline:
@@ -245,6 +263,8 @@ class Timeline:
             "time": time.time(),
             "world_rank": self._rank,
             "pid": os.getpid(),
+            "script": _script(),
+            "command": _command(),
             "one_of_steps": self._buffer.stride,
         }
         path = status_path(self._folder, self._rank)

@@ -54,6 +54,8 @@ _STATUS = {
     "state": str,
     "time": SECONDS,
     "one_of_steps": Number(1, COUNT.most),
+    "script": str,
+    "command": str,
     "host": str,
     "seconds": SECONDS,
     "steps": COUNT,
@@ -496,6 +498,8 @@ def _read_status(path: Path) -> dict[str, Any] | None:
         content = json.loads(read_regular(path))
         if type(content) is not dict or not {"began", "job", "rank"} <= content.keys():
             return None
+        # A status of an earlier version does not say what ran
+        content = {"script": "", "command": "", **content}
         status: dict[str, Any] = conform(content, _STATUS)
         for rank in [str(status["rank"]), *status["waiting_for"]]:
             if (number := decimal(rank)) is None or number >= status["ranks"]:

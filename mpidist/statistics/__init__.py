@@ -1,8 +1,8 @@
 """Statistics of the rows of all ranks: exact, and the same on any number of ranks.
 
 `update_state` adds rows of one rank without communication; `result` combines the rows
-of all ranks and is collective. The names are those of Keras' metrics. Results do not
-depend on the distribution of rows over ranks and batches.
+of all ranks and is collective. The methods have the names of Keras' metrics. Results
+do not depend on the distribution of rows over ranks and batches.
 
     moments = mpidist.statistics.Moments(strategy)
     for batch in distributed_dataset:

@@ -68,7 +68,7 @@ class HistogramResult(NamedTuple):
 
 
 class Histogram(CountStatistic):
-    """Counts of numbers in bins: those of `numpy.histogram` of all rows as float64.
+    """Counts of numbers in bins, as `numpy.histogram` counts all rows as float64.
 
     Numbers outside the bins are counted too.
 
@@ -83,7 +83,7 @@ class Histogram(CountStatistic):
 
     Example:
       >>> ages = mpidist.statistics.Histogram(4, (0, 80), strategy=strategy)
-      >>> ages.update_state([5, 17, 90] if strategy.extended.replica_id else [64, 80])
+      >>> ages.update_state([5, 17, 90] if strategy.rank else [64, 80])
       >>> found = ages.result()
       >>> found.counts, found.above
       (array([2, 0, 0, 2]), 1)

@@ -70,7 +70,7 @@ class Moments(Statistic):
 
     Example:
       >>> moments = mpidist.statistics.Moments(strategy=strategy)
-      >>> rank = strategy.extended.replica_id
+      >>> rank = strategy.rank
       >>> moments.update_state(np.array([[1.0, 10.0], [2.0, 20.0]]) + rank)
       >>> found = moments.result()
       >>> found.count, found.mean, found.maximum

@@ -32,8 +32,8 @@ _LEAST, _MOST = 2.0**-1000, 2.0**1000
 class Quantiles(Statistic):
     """Quantiles of numbers, each within a relative error of the exact one.
 
-    The exact quantile of n numbers is that of `numpy.quantile(..., method="lower")`:
-    number floor(q * (n - 1)) in sorted order. Magnitudes below 2**-1000 count as 0,
+    The exact quantile of n numbers is `numpy.quantile(..., method="lower")`: number
+    floor(q * (n - 1)) in sorted order. Magnitudes below 2**-1000 count as 0,
     above 2**1000 as infinite. Needs `pip install ddsketch`.
 
     Args:

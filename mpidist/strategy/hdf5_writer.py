@@ -103,7 +103,7 @@ class Hdf5Writer:
       DataError: the directory is missing, not writable, or not shared.
 
     Example:
-      >>> x = np.full((2, 3), strategy.extended.replica_id)
+      >>> x = np.full((2, 3), strategy.rank)
       >>> with mpidist.Hdf5Writer(strategy, "features.h5") as writer:
       ...     writer.append({"x": x, "label": x[:, 0]})
       >>> import h5py

@@ -150,8 +150,8 @@ class ReplicaContext:
     ) -> Any:
         """Return this replica's part of the reduction of `value` over all replicas.
 
-        Collective. The result is that of `all_reduce`, cut along `axis`, with less
-        communication. Sums are added in the order of the replicas.
+        Collective. The result is a part of what `all_reduce` returns, cut along
+        `axis`, with less communication. Sums are added in the order of the replicas.
 
         Args:
           reduce_op: see `all_reduce`.

@@ -319,8 +319,8 @@ class Strategy:
 
         Example:
           >>> def settings():
-          ...     is_first = strategy.extended.replica_id == 0
-          ...     return {"rate": 0.5, "w": np.ones(2)} if is_first else None
+          ...     if strategy.is_first:
+          ...         return {"rate": 0.5, "w": np.ones(2)}
           >>> strategy.broadcast(settings())
           {'rate': 0.5, 'w': array([1., 1.])}
         """

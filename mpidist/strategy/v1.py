@@ -370,7 +370,7 @@ class InputIterator:
     def set_state(self, state: Mapping[str, int]) -> None:
         """Resume from a state; see `DistributedIterator.set_state`. Collective.
 
-        `initialize` then starts the epoch after that of the state.
+        `initialize` then starts the epoch after the state's.
         """
         self._require_iterator().set_state(state)
 

@@ -108,7 +108,7 @@ class Variable(ArrayView, DistributedValues):
       trainable: whether an optimizer should change it; by default True unless ON_READ.
         Stored, not used.
       name: used in messages.
-      dtype: the dtype, by default that of `initial_value`.
+      dtype: by default the dtype of `initial_value`.
       constraint: what an optimizer should apply to changed values. Stored, not used.
       synchronization: AUTO (= ON_WRITE), ON_WRITE or ON_READ; None is AUTO.
       aggregation: how replicas' values are combined: NONE, SUM, MEAN or

@@ -54,7 +54,7 @@ class SyncBatchNorm(BatchNorm):
     """BatchNorm with means and variances over the rows of all ranks.
 
     Ranks may have different numbers of rows, or none. With `DistributedDataParallel`,
-    gradients equal those of one process with all rows. In training, forward and
+    gradients are the same as in one process with all rows. In training, forward and
     backward passes are collective. Inputs are `(rows, channels, *shape)`.
 
     Args:
@@ -63,7 +63,7 @@ class SyncBatchNorm(BatchNorm):
 
     Example:
       >>> layer = mpidist.torch.SyncBatchNorm(1, strategy=strategy)
-      >>> rows = torch.full((4, 1), float(strategy.extended.replica_id))
+      >>> rows = torch.full((4, 1), float(strategy.rank))
       >>> output = layer(rows)  # collective
       >>> layer.running_mean  # a tenth of 0.5, the mean over both replicas
       tensor([0.0500])

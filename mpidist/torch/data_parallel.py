@@ -84,12 +84,12 @@ class _Passes:
 
 
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
-    """PyTorch's DistributedDataParallel over MPI, exact for unlike numbers of rows.
+    """PyTorch's DistributedDataParallel over MPI, exact if ranks have unlike batches.
 
-    Collective to create. It is PyTorch's own class, over a process group of the
+    Creating it is collective. It is PyTorch's own class, over a process group of the
     strategy's ranks, with one addition: the gradient is the mean over the rows of all
-    ranks, where these may have batches of different lengths, or no rows. The loss must
-    be the mean over a rank's own rows. All ranks must call `backward` equally often.
+    ranks. Ranks may have batches of different lengths, or no rows. The loss must be the
+    mean over a rank's own rows. All ranks must call `backward` equally often.
 
         model = mpidist.torch.DistributedDataParallel(model)
         for x, y in mpidist.torch.as_tensors(data):
@@ -97,11 +97,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             torch.nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
 
-    Rows are those of the batch of `as_tensors`; else what `rows` returns, or what was
-    set by `set_rows`. Without any, ranks weigh the same, which is an error if inputs or
-    outputs of the ranks have unlike first dimensions. Each forward pass has its own
-    weight, in `no_sync`, too. A loss that depends on the model by other ways than
-    `model(...)`, such as a penalty of its weights, counts with equal weights.
+    The number of rows is known for batches of `as_tensors`. For other batches pass
+    `rows`, or call `set_rows`. Without them all ranks weigh the same, and it is an
+    error if inputs or outputs of the ranks have unlike first dimensions. Each forward
+    pass has its own weight, in `no_sync`, too. A loss that uses the weights without
+    calling `model(...)`, such as a penalty, counts with equal weights.
 
     Args:
       module: the model, on the replica's device (the CPU, or its GPU: "GPU:1" is
@@ -124,7 +124,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     Example:
       >>> layer = torch.nn.Linear(1, 1, bias=False)
       >>> model = mpidist.torch.DistributedDataParallel(layer, strategy, rows=len)
-      >>> rank = strategy.extended.replica_id
+      >>> rank = strategy.rank
       >>> x = torch.ones(3 - rank, 1) * (rank + 1.0)  # 3 rows of 1, and 2 rows of 2
       >>> model(x).mean().backward()
       >>> layer.weight.grad  # of all 5 rows

@@ -83,6 +83,8 @@ def make_slow(folder, rank=1):
 
 SAMPLE = {
     "subtitle": "2 ranks",
+    "script": "",
+    "command": "",
     "rank": 0,
     "steps": 9,
     "mean": dict.fromkeys(PARTS, 0.001),
@@ -176,6 +178,33 @@ def test_the_page_of_a_job(folder, tmp_path):
     assert "rank\u00a00" in content
     assert "rank\u00a01" in content
     assert "all_reduce" in content
+
+
+def test_the_page_says_what_ran(mpirun, tmp_path):
+    folder, script = tmp_path / "timeline", tmp_path / "train.py"
+    script.write_text(JOB)
+    mpirun(1, str(script), "--rate", "0.5 of <all>", MPIDIST_TIMELINE=str(folder))
+    data = describe(folder)
+    assert data["script"] == "train.py"
+    assert data["command"].endswith(f"{script} --rate '0.5 of <all>'")
+    assert data["command"].startswith("python")
+    command = evaluate(page(data), "page(data).text", tmp_path).split("code>")[1]
+    assert html.unescape(command) == f"{data['command']}</"
+    heading = 'document.querySelector("h1").textContent + "|" + document.title'
+    if shutil.which("node") is None:
+        name = evaluate(page(data), heading, tmp_path)
+        assert name == "Where the time of train.py went|train.py: where the time went"
+
+
+def test_the_status_of_an_earlier_version(folder, tmp_path):
+    for rank in (0, 1):
+        path = status_path(folder, rank)
+        status = json.loads(path.read_text())
+        assert status.pop("command").startswith("python")
+        del status["script"]
+        path.write_text(json.dumps(status))
+    content, _ = check(folder, tmp_path)
+    assert "<code>" not in content
 
 
 def test_the_page_of_a_job_without_steps(tmp_path):

@@ -23,7 +23,7 @@ import chromium
 
 __all__ = ["look_at_all"]
 
-WIDTHS = (1280, 390)
+WIDTHS = (1400, 390)
 _SECONDS = 300
 # One Chromium loads all pages, one after the other, in a frame
 _LOOK = """<!DOCTYPE html><html><body style="margin:0"><script>
