@@ -43,7 +43,8 @@ class Network:
     def forward(self, x: Any) -> tuple[Any, Any]:
         """Return the hidden units, and the log-probabilities of the digits."""
         w1, b1, w2, b2 = (w.value() for w in self.weights.values())
-        hidden = np.maximum(x @ w1 + b1, 0)
+        hidden = x @ w1 + b1
+        hidden *= hidden > 0
         logits = hidden @ w2 + b2
         logits -= logits.max(axis=1, keepdims=True)
         return hidden, logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -53,10 +54,11 @@ class Network:
         x, y = digits.prepare(pixels, labels)
         hidden, log_p = self.forward(x)
         d_logits = np.exp(log_p) - y
-        d_hidden = d_logits @ self.weights["w2"].value().T * (hidden > 0)
+        d_hidden = d_logits @ self.weights["w2"].value().T
+        d_hidden *= hidden > 0
         layer1 = {"w1": x.T @ d_hidden, "b1": d_hidden.sum(axis=0)}
         layer2 = {"w2": hidden.T @ d_logits, "b2": d_logits.sum(axis=0)}
-        return {**layer1, **layer2, "loss": -(log_p * y).sum(), "rows": len(y)}
+        return {**layer1, **layer2, "loss": -(log_p * y).sum(), "rows": float(len(y))}
 
     def scores(self, pixels: Any, labels: Any) -> tuple[Any, Any, Any]:
         """Return sums over this rank's rows: the loss, right answers, and the rows."""
@@ -65,7 +67,7 @@ class Network:
         right = log_p.argmax(axis=1) == labels
         return -(log_p * y).sum(), right.sum(), len(y)
 
-    def step(self, strategy: mpidist.Strategy, batch: Any) -> tuple[Any, int]:
+    def step(self, strategy: mpidist.Strategy, batch: Any) -> tuple[Any, float]:
         """Train on a batch; return its loss, a sum over its rows, and their number."""
         sums = strategy.reduce("SUM", strategy.run(self.gradients, args=batch))
         for name, w in self.weights.items():
@@ -106,7 +108,7 @@ def fit(strategy: mpidist.Strategy, options: argparse.Namespace) -> tuple[Any, f
         network = Network(options)
     history, rates, name = [], [], f"ranks={strategy.size}"
     for _ in tqdm(range(options.epochs), name, disable=not strategy.is_first):
-        start, loss, rows = time.perf_counter(), 0.0, 0
+        start, loss, rows = time.perf_counter(), 0.0, 0.0
         for batch in train:
             batch_loss, batch_rows = network.step(strategy, batch)
             loss, rows = loss + batch_loss, rows + batch_rows

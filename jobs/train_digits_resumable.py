@@ -33,7 +33,7 @@ class Results:
 
     def __init__(self) -> None:
         self.epochs: list[list[float]] = []  # training loss, test loss, accuracy
-        self.loss, self.rows = 0.0, 0
+        self.loss, self.rows = 0.0, 0.0
 
     def get_state(self) -> dict[str, Any]:
         """Return what a checkpoint saves."""
@@ -65,7 +65,7 @@ def train(options: argparse.Namespace, strategy: mpidist.Strategy) -> None:
     handler = mpidist.PreemptionCheckpointHandler(None, manager)  # restores the last
 
     done = len(results.epochs)
-    steps, rows, seconds = 0, 0, 0.0  # of this run of the job
+    steps, rows, seconds = 0, 0.0, 0.0  # of this run of the job
     with (
         manager,
         contextlib.closing(handler),
@@ -86,7 +86,7 @@ def train(options: argparse.Namespace, strategy: mpidist.Strategy) -> None:
             loss = float(results.loss / results.rows)
             scores = train_digits.evaluate(strategy, network, test_rows)
             results.epochs.append([loss, *scores])
-            results.loss, results.rows = 0.0, 0
+            results.loss, results.rows = 0.0, 0.0
             checkpoint.batches = iter(training_rows)
             bar.update()
         if steps:
