@@ -5,10 +5,8 @@
 
 Each rank computes the gradients of its rows of a batch; `reduce` adds up those of all
 ranks, and every rank changes its weights by these sums. The number of ranks changes the
-16th digit of a sum, and none of those that are printed.
-
-`digits.py` has the data, the options and the plot. `train_digits_resumable.py` is the
-same training with checkpoints.
+16th digit of a sum, and none of those that are printed. `digits.py` has the data, the
+options and the plot; `train_digits_resumable.py` is the same with checkpoints.
 """
 
 from __future__ import annotations
@@ -112,8 +110,9 @@ def fit(strategy: mpidist.Strategy, options: argparse.Namespace) -> tuple[Any, f
         for batch in train:
             batch_loss, batch_rows = network.step(strategy, batch)
             loss, rows = loss + batch_loss, rows + batch_rows
+        mean_loss = float(loss / rows)  # waits for the GPU
         rates.append(rows / (time.perf_counter() - start))
-        history.append([float(loss / rows), *evaluate(strategy, network, test)])
+        history.append([mean_loss, *evaluate(strategy, network, test)])
     return history, float(np.median(rates))
 
 
