@@ -3,15 +3,15 @@
     mpirun -n 1 python benchmarks/bench_step.py --output .../step-mpich-1rank.json
     mpirun -n 2 python benchmarks/bench_step.py --output .../step-mpich-2ranks.json
 
-The step is that of `jobs/train_digits.py`, of a small network: its own functions read
-the batch, compute the gradients, reduce them and change the weights. By hand is the
-same with NumPy, h5py and mpi4py, all rows in memory, and one flat all-reduce. The
-contestants take turns of two epochs, in an order that changes. Only the second epoch
-counts: in the first one, the caches still hold what the contestant before has used,
-which no job would have beside it. Results are microseconds per step of the slowest
-rank, medians over the epochs, and ratios of turns of the same round. The mean losses
-show at the end that all have done the same work. The machine should do nothing
-else.
+The step is that of `jobs/train_digits.py`, of a small network whose weights are one
+array (`packed_network.py`): read the batch, compute the gradients, reduce them and
+change the weights. By hand is the same with NumPy, h5py and mpi4py, all rows in memory,
+and one flat all-reduce. The contestants take turns of two epochs, in an order that
+changes. Only the second epoch counts: in the first one, the caches still hold what the
+contestant before has used, which no job would have beside it. Results are microseconds
+per step of the slowest rank, medians over the epochs, and ratios of turns of the same
+round. The mean losses show at the end that all have done the same work. The machine
+should do nothing else.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import harness
 import digits
 import h5py
 import numpy as np
+import packed_network
 import rivals
 import train_digits
 from mpi4py import MPI
@@ -139,13 +140,13 @@ class ByHand:
 
 
 class Ours:
-    """The functions of `jobs/train_digits.py`, as it calls them."""
+    """The job's rows, and the network with its weights in one array."""
 
     def __init__(self, strategy: mpidist.Strategy, options: argparse.Namespace):
         self._strategy = strategy
         self._train, _ = train_digits.read(strategy, options)
         with strategy.scope():
-            self._trainer = train_digits.Trainer(options)
+            self._trainer = packed_network.Trainer(options)
 
     def epoch(self) -> float:
         """Train, see `Contestant`."""

@@ -1,4 +1,4 @@
-"""Shared by the digits jobs: data, options, and a report.
+"""Shared by the digits jobs: data, options, and a report; and one core for each rank.
 
 The data are scikit-learn's 1,797 images of 8x8 pixels (UCI, "Optical recognition of
 handwritten digits"), divided into training and test images, in HDF5 files. Shifting
@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+# Each rank computes on one core: its BLAS must not use the cores of other ranks. That
+# works only before NumPy or PyTorch is imported.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import h5py
 import numpy as np
+
+if TYPE_CHECKING:
+    from mpidist import Strategy
 
 PIXELS = 64
 CLASSES = 10
@@ -30,6 +38,22 @@ def paths(folder: Path, shifts: int) -> tuple[list[Path], Path]:
     name = f"digits-train{shifted}-{{}}-of-{TRAIN_FILES}.h5"
     train = [folder / name.format(i) for i in range(TRAIN_FILES)]
     return train, folder / "digits-test.h5"
+
+
+def make_files(
+    strategy: Strategy, folder: Path, shifts: int
+) -> tuple[list[Path], Path]:
+    """Return `paths`, after one rank has written what is missing. Collective.
+
+    Raises, on all ranks: what that rank raises.
+    """
+
+    def write_on_first() -> None:
+        if strategy.is_first:
+            write_missing(folder, shifts)
+
+    strategy.run(write_on_first)  # all wait until it has written
+    return paths(folder, shifts)
 
 
 def write_missing(folder: Path, shifts: int) -> None:
@@ -84,6 +108,27 @@ def write_file(path: Path, x: Any, y: Any) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def prepare(pixels: Any, labels: Any) -> tuple[Any, Any]:
+    """Return pixels from 0 to 1, and rows that are true in the column of the label."""
+    columns = np.arange(CLASSES, like=labels)  # NumPy's, or on the GPU
+    return pixels / BRIGHTEST, labels[:, None] == columns
+
+
+def as_float32(x: Any, y: Any) -> tuple[Any, Any]:
+    """Return pixels from 0 to 1, and labels, as PyTorch and JAX take them."""
+    return x.astype(np.float32) / np.float32(BRIGHTEST), y.astype(np.int64)
+
+
+def read(files: Sequence[Path]) -> tuple[Any, Any]:
+    """Return the rows of all files in memory, as `as_float32` does."""
+    pairs = []
+    for path in files:
+        with h5py.File(path) as file:
+            pairs.append((file["x"][:], file["y"][:]))
+    x, y = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
+    return as_float32(x, y)
+
+
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options that all jobs have."""
     parser = argparse.ArgumentParser(
@@ -107,6 +152,25 @@ def at_least_one(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, not {text}")
     return int(text)
+
+
+def rate_alone(
+    fit: Callable[[Strategy, argparse.Namespace], tuple[Any, float]],
+    options: argparse.Namespace,
+) -> float:
+    """Return the rate at which this rank alone trains for some epochs.
+
+    Args:
+      fit: trains, and returns anything and the rate.
+      options: as `make_parser` gives them.
+    """
+    from mpi4py import MPI
+
+    import mpidist
+
+    alone = mpidist.MirroredStrategy(options.devices, communicator=MPI.COMM_SELF)
+    some = {**vars(options), "epochs": min(options.epochs, 10)}
+    return fit(alone, argparse.Namespace(**some))[1]
 
 
 def report(

@@ -264,10 +264,9 @@ def local_batches(
     strategy: mpidist.Strategy, batches: mpidist.DistributedDataset, title: str
 ) -> Iterator[Array]:
     """Yield this rank's rows of each batch; every step is collective."""
-    is_root = strategy.extended.replica_id == 0
-    for batch in tqdm(batches, desc=title, unit="batch", disable=not is_root):
-        (rows,) = strategy.experimental_local_results(batch)
-        yield rows
+    is_quiet = not strategy.is_first
+    own_rows = mpidist.as_arrays(batches)
+    yield from tqdm(own_rows, desc=title, unit="batch", disable=is_quiet)
 
 
 def find_moments(
@@ -328,7 +327,7 @@ def run(strategy: mpidist.Strategy, options: argparse.Namespace) -> str:
         on_root("publish the output", output.publish)
     return (
         f"rows={found.count} features={origin.size} components={k} "
-        f"explained={components.explained:.4f} ranks={strategy.num_replicas_in_sync}"
+        f"explained={components.explained:.4f} ranks={strategy.size}"
     )
 
 
@@ -368,7 +367,7 @@ def main(
     if strategy is None:
         strategy = mpidist.MirroredStrategy([options.device])
     line = run(strategy, options)
-    if strategy.extended.replica_id == 0:
+    if strategy.is_first:
         print(line, flush=True)
 
 

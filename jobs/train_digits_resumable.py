@@ -15,22 +15,85 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Each rank computes on one core: its BLAS must not use the cores of other ranks
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-import digits
+import digits  # before NumPy: each rank computes on one core
 import numpy as np
 import train_digits
 from tqdm import tqdm
 
 import mpidist
+
+
+class Results:
+    """The results of the epochs until now, and sums over the batches of this one."""
+
+    def __init__(self) -> None:
+        self.epochs: list[list[float]] = []  # training loss, test loss, accuracy
+        self.loss, self.rows = 0.0, 0.0
+
+    def get_state(self) -> dict[str, Any]:
+        """Return what a checkpoint saves."""
+        epochs = np.array(self.epochs).reshape(-1, 3)
+        return {"epochs": epochs, "loss": float(self.loss), "rows": self.rows}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from what a checkpoint saved."""
+        self.epochs = state["epochs"].tolist()
+        self.loss, self.rows = state["loss"], state["rows"]
+
+
+def train(options: argparse.Namespace, strategy: mpidist.Strategy) -> None:
+    """Train on all ranks; if some die, again on the survivors."""
+    training_rows, test_rows = train_digits.read(strategy, options)
+    with strategy.scope():
+        network = train_digits.Network(options)
+    results = Results()
+    checkpoint = mpidist.Checkpoint(
+        strategy=strategy,
+        weights=network.weights,
+        velocity=network.velocity,
+        batches=iter(training_rows),
+        results=results,
+    )
+    manager = mpidist.CheckpointManager(
+        checkpoint, options.checkpoint_dir, max_to_keep=2, is_background=True
+    )
+    handler = mpidist.PreemptionCheckpointHandler(None, manager)  # restores the last
+
+    done = len(results.epochs)
+    steps, rows, seconds = 0, 0.0, 0.0  # of this run of the job
+    with (
+        manager,
+        contextlib.closing(handler),
+        tqdm(initial=done, total=options.epochs, disable=not strategy.is_first) as bar,
+    ):
+        while len(results.epochs) < options.epochs:
+            start = time.perf_counter()
+            for batch in checkpoint.batches:
+                batch_loss, batch_rows = network.step(strategy, batch)
+                results.loss += batch_loss
+                results.rows += batch_rows
+                # Here `batches` has given what the weights have learned, and no more
+                handler.save_checkpoint_if_preempted()
+                steps, rows = steps + 1, rows + batch_rows
+                if steps % options.save_every == 0:
+                    manager.save()
+            seconds += time.perf_counter() - start
+            loss = float(results.loss / results.rows)
+            scores = train_digits.evaluate(strategy, network, test_rows)
+            results.epochs.append([loss, *scores])
+            results.loss, results.rows = 0.0, 0.0
+            checkpoint.batches = iter(training_rows)
+            bar.update()
+        if steps:
+            manager.save()
+    if strategy.is_first:
+        rate = rows / max(seconds, 1e-9)
+        digits.report(results.epochs, rate, strategy.size, options.plot)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -44,70 +107,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         functools.partial(train, options),
         functools.partial(mpidist.MirroredStrategy, options.devices),
     )
-
-
-def train(options: argparse.Namespace, strategy: mpidist.Strategy) -> None:
-    """Train on all ranks; if some die, again on the survivors."""
-    training_rows, test_rows = train_digits.read(strategy, options)
-    with strategy.scope():
-        trainer = train_digits.Trainer(options)
-    history = History()
-    checkpoint = mpidist.Checkpoint(
-        strategy=strategy,
-        weights=trainer.model.weights,
-        velocity=trainer.optimizer.velocity,
-        sums=trainer.sums,
-        batches=iter(training_rows),
-        history=history,
-    )
-    manager = mpidist.CheckpointManager(
-        checkpoint, options.checkpoint_dir, max_to_keep=2, is_background=True
-    )
-    handler = mpidist.PreemptionCheckpointHandler(None, manager)  # restores the last
-
-    is_first = strategy.extended.replica_id == 0
-    done, epochs = len(history.epochs), options.epochs
-    steps, rows, seconds = 0, 0.0, 0.0  # in this run of the job
-    with (
-        manager,
-        contextlib.closing(handler),
-        tqdm(initial=done, total=epochs, disable=not is_first, unit="epoch") as bar,
-    ):
-        while len(history.epochs) < epochs:
-            start, before = time.perf_counter(), float(trainer.sums[1])
-            for batch in checkpoint.batches:
-                strategy.run(trainer.step, args=batch)
-                # Here `batches` has given what the weights have learned, and no more
-                handler.save_checkpoint_if_preempted()
-                steps += 1
-                if steps % options.save_every == 0:
-                    manager.save()
-            seconds += time.perf_counter() - start
-            rows += float(trainer.sums[1]) - before
-            scores = train_digits.evaluate(strategy, trainer.model, test_rows)
-            history.epochs.append([trainer.end_epoch(), *scores])
-            checkpoint.batches = iter(training_rows)
-            bar.update()
-        if steps:
-            manager.save()
-    if is_first:
-        rate, ranks = rows / max(seconds, 1e-9), strategy.num_replicas_in_sync
-        digits.report(history.epochs, rate, ranks, options.plot)
-
-
-class History:
-    """The results of the epochs until now; in checkpoints they are one array."""
-
-    def __init__(self) -> None:
-        self.epochs: list[list[float]] = []
-
-    def get_state(self) -> dict[str, Any]:
-        """Return what `set_state` takes."""
-        return {"epochs": np.array(self.epochs).reshape(-1, 3)}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
-        self.epochs = state["epochs"].tolist()
 
 
 if __name__ == "__main__":

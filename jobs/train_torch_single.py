@@ -1,123 +1,76 @@
 """Train a convolutional network of PyTorch on handwritten digits, in one process.
 
-    python jobs/train_torch_single.py --epochs 5
+    python jobs/train_torch_single.py
 
-`train_torch.py` is the same on many ranks, in about as many lines: compare them. This
-one saves after each epoch; after SIGTERM or SIGUSR1 it exits with 99 at the end of the
-epoch, and the next run continues from there.
+`train_torch.py` is the same on all MPI ranks, with checkpoints. Both have the same rows
+in each batch and the same initial weights, so the loss differs only in the last digits
+of float32.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core, as a rank of train_torch.py
-
-import digits
-import h5py
-import numpy as np
+import digits  # before PyTorch: it computes on one core, as a rank does
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
+import mpidist
+
 
 def make_network(hidden: int) -> Any:
     """Return a network that takes `(rows, 64)` pixels and gives 10 logits."""
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 8, 8)),
-        nn.Conv2d(1, 8, 3, padding=1),
-        nn.SiLU(),
-        nn.AvgPool2d(2),
-        nn.Conv2d(8, 16, 3, padding=1),
-        nn.SiLU(),
-        nn.Flatten(),
-        nn.Linear(256, hidden),
-        nn.SiLU(),
-        nn.Linear(hidden, digits.CLASSES),
+    first = nn.Conv2d(1, 8, 3, padding=1), nn.SiLU(), nn.AvgPool2d(2)
+    second = nn.Conv2d(8, 16, 3, padding=1), nn.SiLU(), nn.Flatten()
+    dense = nn.Linear(256, hidden), nn.SiLU(), nn.Linear(hidden, 10)
+    return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *first, *second, *dense)
+
+
+def read(options: Any) -> tuple[Any, Any]:
+    """Return training and test rows in batches."""
+    digits.write_missing(options.data_dir, options.shifts)
+    files, test_file = digits.paths(options.data_dir, options.shifts)
+    train, test = (
+        TensorDataset(*map(torch.from_numpy, digits.read(paths)))
+        for paths in (files, [test_file])
     )
+    # In place of shuffle=True: the rows that train_torch.py has in each batch
+    order = mpidist.Dataset.range(len(train)).shuffle(seed=options.seed)
+    order = order.batch(options.batch_size).repeat(options.epochs)
+    return DataLoader(train, batch_sampler=order), DataLoader(test, options.batch_size)
 
 
-def to_inputs(x: Any, y: Any) -> tuple[Any, Any]:
-    """Return pixels from 0 to 1, and labels as numbers of 64 bits."""
-    return x.float() / digits.BRIGHTEST, y.long()
-
-
-def read(files: Sequence[Path]) -> Any:
-    """Return a dataset of the rows of files."""
-    parts: dict[str, list[Any]] = {"x": [], "y": []}
-    for path in files:
-        with h5py.File(path) as file:
-            for name, found in parts.items():
-                found.append(np.asarray(file[name]))
-    return TensorDataset(*(torch.from_numpy(np.concatenate(p)) for p in parts.values()))
-
-
-def evaluate(model: Any, batches: Any) -> tuple[float, float]:
+def evaluate(model: Any, batches: Any) -> tuple[Any, Any]:
     """Return the mean loss and the accuracy over all test rows."""
     sums = torch.zeros(3, dtype=torch.float64)
     with torch.no_grad():
-        for batch in batches:
-            x, y = to_inputs(*batch)
+        for x, y in batches:
             logits = model(x)
-            losses = cross_entropy(logits, y, reduction="none")
-            correct = logits.argmax(1) == y
-            sums += torch.tensor([losses.sum(), correct.sum(), len(y)])
-    loss, correct_rows, rows = sums.tolist()
-    return loss / rows, correct_rows / rows
+            loss = cross_entropy(logits, y, reduction="sum")
+            right = (logits.argmax(1) == y).sum()
+            sums += torch.stack([loss, right, torch.tensor(len(y))])
+    loss_sum, right_rows, rows = sums.tolist()
+    return loss_sum / rows, right_rows / rows
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, and print how well it went."""
     parser = digits.make_parser(__doc__)
     parser.set_defaults(epochs=5, batch_size=128, learning_rate=0.1, hidden=64)
-    parser.add_argument("--checkpoint-dir", type=Path, default="run-single")
     options = parser.parse_args(arguments)
-    digits.write_missing(options.data_dir, options.shifts)
-    train_files, test_file = digits.paths(options.data_dir, options.shifts)
-    order = torch.Generator().manual_seed(options.seed)
-    train = DataLoader(
-        read(train_files), options.batch_size, shuffle=True, generator=order
-    )
-    test = DataLoader(read([test_file]), options.batch_size)
+    train, test = read(options)
 
     torch.manual_seed(options.seed)
     model = make_network(options.hidden)
     optimizer = torch.optim.SGD(model.parameters(), options.learning_rate, momentum=0.9)
-    first, path = 0, options.checkpoint_dir / "last.pt"
-    if path.exists():
-        state = torch.load(path)
-        first = state["epoch"]
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        order.set_state(state["order"])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    signals: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: signals.append(number))
-
-    for epoch in tqdm(range(first, options.epochs), unit="epoch"):
-        for batch in train:
-            x, y = to_inputs(*batch)
-            optimizer.zero_grad()
-            cross_entropy(model(x), y).backward()
-            optimizer.step()
-        state = {
-            "epoch": epoch + 1,
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "order": order.get_state(),
-        }
-        torch.save(state, path.with_suffix(".new"))
-        path.with_suffix(".new").replace(path)
-        if signals:
-            sys.exit(99)
+    for x, y in tqdm(train):
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
     loss, accuracy = evaluate(model, test)
     print(f"loss={loss:.6f} accuracy={accuracy:.4f}")
 
