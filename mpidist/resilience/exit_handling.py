@@ -245,7 +245,8 @@ def _report(text: str, is_others: bool) -> NoReturn:
     head = f"mpidist: rank {rank} of {size} failed; the job ends\n"
     logs.report("resilience", head + text.removesuffix("\n"))
     time.sleep(_REPORT_SECONDS)
-    del claim  # held until now
+    if claim is not None:
+        claim.close()  # held until now
     abort_job()
 
 

@@ -26,7 +26,8 @@ from mpidist.values import Mirrored, PerReplica
 OP_TYPES = (str, ReduceOp)  # any other type of reduce_op is an error
 # So that a program whose shapes never repeat does not fill memory.
 _MOST = 1000  # plans that are kept
-_NUMBERS = {float, complex, np.float32, np.float64, np.complex64, np.complex128}
+_NUMBERS = {int, float, complex, np.float32, np.float64, np.complex64, np.complex128}
+_INT_END = 1 << 63
 _FLAT = (list, tuple)
 _DISTRIBUTED = {PerReplica, Mirrored}
 Kind = Callable[[Any], Any]
@@ -241,7 +242,8 @@ def kind_of(leaf: Any) -> Any:
     if kind is np.ndarray:
         return leaf.dtype, leaf.shape
     if kind in _NUMBERS:
-        return kind
+        # NumPy has other dtypes for integers that do not fit
+        return kind if kind is not int or -_INT_END <= leaf < _INT_END else None
     if arrays.is_device_array(leaf):
         return "GPU", leaf.device.id, leaf.dtype, leaf.shape
     return None

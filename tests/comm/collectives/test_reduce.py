@@ -542,3 +542,18 @@ def test_a_nest_that_one_rank_cannot_read_is_an_error_on_all(strategy, comm):
     with pytest.raises(OSError, match="no keys"):
         strategy.reduce("SUM", Unread(a=1.0))
     assert strategy.reduce("SUM", 1.0) == comm.size
+
+
+def test_python_integers_again_and_again(strategy, comm):
+    """Also those beyond 64 bits, which have another dtype, in between."""
+    ranks = comm.size
+    for number in (5, -3, 5, 1 << 63, 7, 1 << 70, 0):
+        value = {"x": np.ones(3), "rows": number}
+        if number < 1 << 63 or (number < 1 << 64 and ranks == 1):
+            found = strategy.reduce("SUM", value)
+            assert (found["rows"], type(found["rows"])) == (ranks * number, int)
+        else:
+            with pytest.raises(mpidist.MpidistError):
+                strategy.reduce("SUM", value)
+    assert strategy.reduce("MEAN", comm.rank) == (ranks - 1) / 2
+    assert strategy.reduce("MAX", -comm.rank) == 0
