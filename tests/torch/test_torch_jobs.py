@@ -130,7 +130,7 @@ def test_the_single_process_learns_the_same_rows(mpirun, tmp_path):
     assert float(ended.stdout.split("accuracy=")[1]) > 0.5
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/frameworks.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/frameworks.md", "docs/index.md"])
 def test_the_scripts_of_the_manual(comm, capsys, mpi_tmp_path, monkeypatch, page):
     monkeypatch.chdir(mpi_tmp_path)
     scripts = re.findall(
