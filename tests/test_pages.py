@@ -40,7 +40,8 @@ def run_page(path, names):
         if importlib.util.find_spec("tensorboard") is None:  # of the same class
             script = script.replace("torch.utils.tensorboard", "tensorboardX")
         imported = re.findall(r"^(?:import|from) ([\w.]+)", script, re.M)
-        needed = [name.partition(".")[0] for name in imported if name in OPTIONAL]
+        packages = {name: name.partition(".")[0] for name in imported}
+        needed = [packages[n] for n in imported if {n, packages[n]} & OPTIONAL]
         if None not in map(importlib.util.find_spec, needed):
             exec(compile(script, path, "exec"), names)
 
