@@ -145,23 +145,27 @@ def test_chainermn_s_job_sees_every_row_once(comm):
     assert np.abs(w).min() > 0
 
 
+def prose(page):
+    """Return a page without its blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+
+
 NAMES = [
     (page, name)
     for page in GUIDES
-    for name in re.findall(
-        r"`((?:mpidist|strategy)\.[\w.]+)", page.read_text().partition("## Names")[2]
-    )
+    for name in re.findall(r"`((?:mpidist|strategy|Dataset)\.[\w.]+)", prose(page))
 ]
 
 
 @pytest.mark.parametrize(
     ("page", "name"), NAMES, ids=lambda value: getattr(value, "stem", value)
 )
-def test_names_of_the_tables_exist(strategy, page, name):
+def test_names_of_the_pages_exist(strategy, page, name):
     first, *rest = name.split(".")
     if rest[0] == "torch" and importlib.util.find_spec("torch") is None:
         pytest.skip("PyTorch is not installed")
-    found = {"strategy": strategy, "mpidist": mpidist}[first]
+    names = {"strategy": strategy, "mpidist": mpidist, "Dataset": mpidist.Dataset}
+    found = names[first]
     for attribute in rest:
         found = getattr(found, attribute)
 

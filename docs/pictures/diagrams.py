@@ -13,6 +13,35 @@ from svg import Picture, text_width
 WIDTH = 480
 
 
+def one_step() -> Picture:
+    """Return the picture of a training step on 3 ranks."""
+    title = "A step on 3 ranks: the same script on each"
+    picture = Picture(WIDTH, 306, title)
+    picture.text(12, 22, title, "bold")
+    picture.box(12, 36, WIDTH - 24, 30, "box")
+    picture.text(WIDTH / 2, 56, "one batch of 256 rows of an HDF5 file", "middle")
+    rows = ["rows 0 to 85", "rows 86 to 171", "rows 172 to 255"]
+    for rank, text in enumerate(rows):
+        left, width = 12 + rank * 156, 144
+        middle = left + width / 2
+        picture.arrow(middle, 66, middle, 84)
+        picture.box(left, 86, width, 74, "box")
+        picture.box(left, 86, width, 28, f"f{rank}")
+        picture.text(middle, 105, f"rank {rank}", "middle on-color")
+        picture.text(middle, 132, text, "small middle")
+        picture.text(middle, 150, "your step", "middle")
+        picture.arrow(middle, 160, middle, 178)
+        picture.arrow(middle, 226, middle, 244)
+        picture.box(left, 246, width, 30, "box")
+        picture.text(middle, 266, "the same result", "middle")
+    picture.box(12, 180, WIDTH - 24, 46, "box")
+    picture.text(WIDTH / 2, 199, "strategy.reduce", "middle")
+    compared = "the ranks compare the call, then add up; or all raise"
+    picture.text(WIDTH / 2, 217, compared, "small middle")
+    picture.text(WIDTH / 2, 296, "on any number of ranks", "small middle")
+    return picture
+
+
 def batch_slices() -> Picture:
     """Return the picture of a global batch of 7 rows on 3 replicas."""
     picture = Picture(WIDTH, 216, "A global batch of 7 rows, divided over 3 replicas")
@@ -168,6 +197,7 @@ def way_of_a_row() -> Picture:
 
 
 DIAGRAMS = {
+    "one_step": one_step,
     "batch_slices": batch_slices,
     "hierarchical_reduction": hierarchical_reduction,
     "way_of_an_array": way_of_an_array,

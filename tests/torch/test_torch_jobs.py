@@ -133,7 +133,7 @@ def test_the_single_process_learns_the_same_rows(mpirun, tmp_path):
     assert accuracies[0] == accuracies[1]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/frameworks.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/frameworks.md", "docs/index.md"])
 def test_the_scripts_of_the_manual(comm, capsys, mpi_tmp_path, monkeypatch, page):
     monkeypatch.chdir(mpi_tmp_path)
     scripts = re.findall(
