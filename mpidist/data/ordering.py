@@ -196,28 +196,28 @@ class Repeat(MapTransformation):
 
     def __init__(self, parent: MapDataset, count: int | None):
         super().__init__(parent)
-        self._count = count
+        self.count = count
 
     @property
     def length(self) -> int | None:
         whole = self._parent.length
         # Repeating nothing for ever is empty, too, rather than endless.
-        if whole == 0 or self._count == 0:
+        if whole == 0 or self.count == 0:
             return 0
-        return None if self._count is None or whole is None else whole * self._count
+        return None if self.count is None or whole is None else whole * self.count
 
     def describe(self) -> str:
-        return f"{self._parent.describe()}.repeat({self._count})"
+        return f"{self._parent.describe()}.repeat({self.count})"
 
     def unbatched(self) -> MapDataset | None:
         rows = self._parent.unbatched()
-        return rows and Repeat(rows, self._count)
+        return rows and Repeat(rows, self.count)
 
     def locate_one(self, epoch: Epoch, i: int) -> tuple[Epoch, int]:
         whole = self._parent.length
         # An endless parent never begins its second repetition.
         repetition, i = (0, i) if whole is None else divmod(i, whole)
-        return epoch_of_repetition(epoch, self._count, repetition), i
+        return epoch_of_repetition(epoch, self.count, repetition), i
 
     def local_batches(
         self, epoch: Epoch, steps: range, share: BatchShare
@@ -237,15 +237,15 @@ class Repeat(MapTransformation):
         whole = self._parent.length
         # Without rows there is nothing to divide; the parent shows the dtypes.
         if whole is None or positions.size == 0:
-            first = epoch_of_repetition(epoch, self._count, 0)
+            first = epoch_of_repetition(epoch, self.count, 0)
             return [(first, positions)], np.zeros(positions.size, np.int64)
         repetitions, positions = np.divmod(positions, whole)
         if (repetitions == repetitions[0]).all():  # as in most batches
-            only = epoch_of_repetition(epoch, self._count, int(repetitions[0]))
+            only = epoch_of_repetition(epoch, self.count, int(repetitions[0]))
             return [(only, positions)], np.zeros_like(repetitions)
         distinct, origins = np.unique(repetitions, return_inverse=True)
         epochs = [
-            epoch_of_repetition(epoch, self._count, repetition)
+            epoch_of_repetition(epoch, self.count, repetition)
             for repetition in distinct.tolist()
         ]
         return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,47 @@ def of_batch(dataset: Any, epoch: Epoch, step: int, share: BatchShare) -> Positi
         raise UnknownRowsError
     epoch, step = dataset.locate_one(epoch, step)
     return of_batch(dataset.parents[0], epoch, step, share)
+
+
+def count(dataset: Any) -> int | None:
+    """Return how many numbers the rows of a dataset of batches have, if that is known.
+
+    Those that are left out, as by `take` after a shuffle, count.
+    """
+    if isinstance(dataset, Batch):
+        return _count_numbers(dataset.parents[0])
+    if isinstance(dataset, Repeat | Concatenate):
+        return _count_sections(dataset, count)
+    if isinstance(dataset, Map | Shuffle | CacheBase):
+        return count(dataset.parents[0])
+    if isinstance(dataset, Window) and is_shuffled(dataset):
+        return count(dataset.parents[0])
+    if isinstance(dataset, Window | Zip) and dataset.length:
+        last = dataset.batch_rows(Epoch(), dataset.length - 1)
+        numbers = of_batch(dataset, Epoch(), dataset.length - 1, WHOLE)
+        return int(numbers[0]) + last
+    return None
+
+
+def _count_numbers(dataset: MapDataset) -> int | None:
+    """Like `count`, of a dataset of rows."""
+    if not is_shuffled(dataset):
+        return dataset.length
+    if isinstance(dataset, Repeat | Concatenate):
+        return _count_sections(dataset, _count_numbers)
+    if isinstance(dataset, MapTransformation):
+        return _count_numbers(dataset.parents[0])
+    return None
+
+
+def _count_sections(
+    dataset: Repeat | Concatenate, counted: Callable[[Any], int | None]
+) -> int | None:
+    counts = [counted(parent) for parent in dataset.parents]
+    if isinstance(dataset, Repeat):
+        counts *= dataset.count or 0
+    known = [n for n in counts if n is not None]
+    return sum(known) if known and len(known) == len(counts) else None
 
 
 def _of_rows(dataset: MapDataset, epoch: Epoch, positions: Positions) -> Positions:

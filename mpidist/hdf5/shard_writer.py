@@ -27,6 +27,7 @@ from mpidist.errors import (
 )
 from mpidist.util import validation
 from mpidist.util.files import AtomicHdf5File
+from mpidist.util.notices import warn
 
 BLOCK_BYTES = 1 << 20
 LARGEST_CHUNK_BYTES = (1 << 32) - 1  # HDF5's limit
@@ -189,7 +190,7 @@ def _require_dtype(field: FieldSpec) -> None:
         raise DTypeError(
             f"append: dataset {field.name!r}: HDF5 has no dtype "
             f"{field.dtype}{instead}; convert it first, such as bfloat16 to float32, "
-            "str with np.char.encode, dates with view('int64')"
+            "str with np.char.encode(x).astype('S20'), dates with view('int64')"
         )
 
 
@@ -204,6 +205,8 @@ def require_same_fields(before: Sequence[FieldSpec], now: Sequence[FieldSpec]) -
         if old != new:
             raise ArgumentError(
                 f"append: rows of dataset {old.name!r} were {old}, and are now {new}"
+                + "; give text one width, as astype('S20') does"
+                * (old.dtype.kind == "S")
             )
 
 
@@ -273,7 +276,7 @@ class ShardWriter:
             self._atomic.discard()
             raise
         # Also runs at exit, before HDF5 loses its Python file
-        self.discard = weakref.finalize(self, _discard, self._hdf5, self._atomic)
+        self._end = weakref.finalize(self, _forget, self._hdf5, self._atomic)
 
     @property
     def temporary(self) -> Path:
@@ -292,8 +295,10 @@ class ShardWriter:
         """
         self._require_whole()
         by_name = to_arrays(rows)
-        fields = fields_of(by_name)
-        if self.fields is None:
+        fields, count = fields_of(by_name), len(next(iter(by_name.values())))
+        if self.rows and not count:
+            return  # an empty list has become an array of any dtype
+        if not self.rows:  # what had no rows decides nothing
             require_storable(fields)
             self._datasets = [_Dataset(c, self._storage) for c in fields]
             self.fields = fields
@@ -303,7 +308,7 @@ class ShardWriter:
         for dataset, array in zip(self._datasets, by_name.values(), strict=True):
             self._write(dataset, functools.partial(dataset.append, self._hdf5, array))
         self._is_whole = True
-        self.rows += len(next(iter(by_name.values())))
+        self.rows += count
 
     def finish(self) -> None:
         """Write the buffered rows, and flush the file to the disk.
@@ -331,6 +336,11 @@ class ShardWriter:
     def withdraw(self) -> None:
         """Remove the file if it was renamed."""
         self._atomic.withdraw()
+
+    def discard(self) -> None:
+        """Remove the file unless it was published; a second call does nothing."""
+        if self._end.detach() is not None:
+            _discard(self._hdf5, self._atomic)
 
     def _require_whole(self) -> None:
         if not self._is_whole:
@@ -429,6 +439,13 @@ class _Dataset:
         if rows * self.field.row_bytes > LARGEST_CHUNK_BYTES:
             return True
         return (rows, *self.field.row_shape)
+
+
+def _forget(file: h5py.File, atomic: AtomicHdf5File) -> None:
+    """Discard the file of a writer that nobody has closed."""
+    if atomic.is_pending():
+        warn(f"{atomic.path}: the writer was not closed, and its rows are lost")
+    _discard(file, atomic)
 
 
 def _discard(file: h5py.File, atomic: AtomicHdf5File) -> None:

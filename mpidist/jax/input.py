@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpidist.data.dataset import Dataset
 from mpidist.data.distributed.converted import ConvertedDataset, ConvertedIterator
 from mpidist.device import arrays
 from mpidist.errors import ArgumentTypeError
@@ -23,7 +24,8 @@ def as_jax(dataset: Any) -> JaxDataset:
     jax_enable_x64.)
 
     Args:
-      dataset: a distributed dataset, or any iterable of nests of arrays.
+      dataset: a distributed dataset, or another iterable of nests of arrays; no
+        `Dataset`, of which each replica would read all rows.
 
     Example:
       >>> rows = mpidist.Dataset.range(8).batch(4)
@@ -31,6 +33,12 @@ def as_jax(dataset: Any) -> JaxDataset:
       >>> next(iter(data))
       Array([0, 1], dtype=int32)
     """
+    if isinstance(dataset, Dataset):
+        raise ArgumentTypeError(
+            "as_jax got a dataset that is not distributed: each replica would read all "
+            "of it. Pass what strategy.experimental_distribute_dataset returns, or "
+            "iter(dataset) if that is meant"
+        )
     if not hasattr(dataset, "__iter__"):
         raise ArgumentTypeError(
             f"as_jax needs a distributed dataset, not {type(dataset).__name__}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.data.dataset import require_end
 from mpidist.data.distributed.datasets import DistributedDataset
 from mpidist.device import arrays
@@ -26,6 +27,7 @@ from mpidist.values import select_replica
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
 
+_CALL = "statistics_of"
 _NAN, _ABOVE, _BELOW = range(3)  # numbers that are not finite
 
 
@@ -103,6 +105,8 @@ class Moments(Statistic):
           ArgumentError: earlier rows have a different dtype or shape; a scalar.
           ArgumentTypeError: not numbers.
         """
+        if isinstance(rows, list) and not rows:
+            return  # of no dtype
         rows = host_rows(rows)
         if self._dtype is None:
             self._begin(rows.dtype, rows.shape[1:])
@@ -314,16 +318,22 @@ def describe(strategy: Strategy, rows: Any, ddof: int = 0) -> Any:
         moments: Any = None
         batches: Iterable[Any] = [rows]
         if isinstance(rows, DistributedDataset):
-            require_end(rows.cardinality, "statistics_of")
+            require_end(rows.cardinality, _CALL)
             batches = rows
         for batch in batches:
             moments = _add(select_replica(batch), moments, ddof, strategy)
-        if moments is None:
-            moments = Moments(ddof, strategy)
-        # In the same order on all ranks, whatever order their dicts have
-        return nest.map_leaves(lambda part: part.result(), moments)
+        return Moments(ddof, strategy) if moments is None else moments
 
-    return strategy.extended.consensus.run("statistics_of", add_all)
+    def structure(moments: Any) -> CallSignature:
+        leaves, spec = nest.flatten(moments)
+        return CallSignature(_CALL, (("ddof", ddof),), spec, ("rows",) * len(leaves))
+
+    consensus = strategy.extended.consensus
+    moments = consensus.run(_CALL, add_all, same=structure)
+    # In the same order on all ranks, whatever order their dicts have
+    return consensus.run(
+        _CALL, lambda: nest.map_leaves(lambda part: part.result(), moments)
+    )
 
 
 def _add(rows: Any, moments: Any, ddof: int, strategy: Strategy) -> Any:

@@ -17,19 +17,28 @@ from mpidist.errors import ArgumentError, DataError
 from mpidist.hdf5.read import Hdf5Rows
 from mpidist.hdf5.shard_writer import FieldSpec, ShardWriter
 from mpidist.strategy.extended import StrategyExtended
-from mpidist.util import nest
+from mpidist.util import nest, validation
 
 # Rows that a rank receives at a time
 _ROUND_BYTES = 16 << 20
 
 
 class _Batch(NamedTuple):
-    """A replica's part of a batch of a distributed dataset."""
+    """A replica's part of a batch of a distributed dataset.
+
+    Args:
+      plan: of the dataset.
+      epoch: of the iteration.
+      step: the batch.
+      rows: of this replica.
+      skipped: whether rows of an earlier batch of this iteration were not appended.
+    """
 
     plan: ReadPlan
     epoch: Epoch
     step: int
     rows: int
+    skipped: bool = False
 
 
 class DatasetOrder:
@@ -49,8 +58,9 @@ class DatasetOrder:
         self._extended = extended
         self._path = path
         self._fill_value = fill_value
-        self._plan: ReadPlan | None = None  # of the dataset
-        self._last: dict[int, _Batch] = {}  # by dataset, if nothing was appended for it
+        self._batch: _Batch | None = None  # that rows were appended for
+        # Of each iteration, the batch that nothing was appended for
+        self._last: dict[tuple[int, int], _Batch] = {}
         self._numbers: list[Positions] = []  # in the dataset, of each appended batch
         self._steps: list[tuple[int, int, int]] = []  # or epoch, step and rows of each
         extended.batch_watchers.add(self)
@@ -62,7 +72,30 @@ class DatasetOrder:
     def watch(self, plan: ReadPlan, epoch: Epoch, step: int, batch: Any) -> None:
         """Note the batch that an iterator returns."""
         lengths = [len(leaf) for leaf in nest.flatten(batch)[0] if np.ndim(leaf)]
-        self._last[id(plan)] = _Batch(plan, epoch, step, max(lengths, default=0))
+        key = id(plan), epoch.number
+        former = self._last.get(key)
+        skipped = former is not None and (former.skipped or former.rows > 0)
+        rows = max(lengths, default=0)
+        self._last[key] = _Batch(plan, epoch, step, rows, skipped)
+
+    def _last_batch(self) -> _Batch:
+        """Return the batch that rows are appended for."""
+        before = self._batch
+        if before is not None:
+            key = id(before.plan), before.epoch.number
+            if key in self._last:  # the same iteration goes on
+                return self._last[key]
+        batches = list(self._last.values())
+        if len(batches) > 1:  # of which some were read for another purpose
+            batches = [batch for batch in batches if not batch.skipped]
+        if len(batches) == 1:
+            return batches[0]
+        raise ArgumentError(
+            "append: with order='dataset', append the rows of each batch of one "
+            "distributed dataset of this strategy, once, before the next batch is "
+            f"taken; since the last append, {len(self._last) or 'no'} iterations over "
+            "distributed datasets have returned batches"
+        )
 
     def locate(self, rows: int) -> Any:
         """Return where rows for the last batch belong; pass it to `keep`.
@@ -71,16 +104,14 @@ class DatasetOrder:
           ArgumentError: it is not one row for each row of that batch; or the order of
             the dataset is not known.
         """
-        is_known = id(self._plan) in self._last
-        plans = [id(self._plan)] if is_known else list(self._last)
-        if len(plans) != 1:
-            what = f"batches of {len(plans)} distributed datasets" if plans else ""
+        if rows == 0 and not self._last:
+            return None  # they define the datasets
+        batch = self._last_batch()
+        if batch.skipped:
             raise ArgumentError(
-                "append: with order='dataset', append the rows of each batch of one "
-                "distributed dataset, once, before the next batch is taken; since the "
-                f"last append {what or 'no batch'} came"
+                "append: with order='dataset', append the rows of each batch before "
+                "the next one is taken; several were taken since the last append"
             )
-        batch = self._last[plans[0]]
         if rows != batch.rows:
             raise ArgumentError(
                 f"append got {rows} rows for a batch with {batch.rows} rows on this "
@@ -97,18 +128,47 @@ class DatasetOrder:
         except row_numbers.UnknownRowsError:
             if row_numbers.is_shuffled(pipeline):
                 raise ArgumentError(
-                    "append: order='dataset' does not know the rows of this dataset: "
-                    "it is shuffled before a zip, or read from a generator"
+                    "append: order='dataset' does not know the rows of this dataset, "
+                    "which is shuffled before filter, unbatch, zip or interleave, or "
+                    "in a generator's order; shuffle rows with known numbers"
                 ) from None
             return batch, (batch.epoch.number, batch.step, rows)
         return batch, numbers
 
     def keep(self, located: Any) -> None:
         """Record that the rows were appended; see `locate`."""
-        batch, where = located
-        self._plan = batch.plan
+        if located is None:
+            return
+        self._batch, where = located
         self._last.clear()
         (self._steps if isinstance(where, tuple) else self._numbers).append(where)
+
+    def require_fill(self, fields: Sequence[FieldSpec]) -> None:
+        """Raise an ArgumentError if `fill_value` cannot be a value of some dataset."""
+        if self._fill_value is None:
+            return
+        for field in fields:
+            try:
+                value = np.asarray(self._fill_value)
+                with np.errstate(all="ignore"):
+                    filled = value.astype(field.dtype)
+                fits = value.ndim == 0 and np.array_equal(
+                    filled, value, equal_nan=value.dtype.kind in "fc"
+                )
+            except (TypeError, ValueError, OverflowError):
+                fits = False
+            if not fits:
+                raise ArgumentError(
+                    f"append: fill_value={validation.shown(self._fill_value)} cannot "
+                    f"be a value of dataset {field.name!r}, which is {field.dtype}"
+                )
+
+    def _count_rows(self) -> int:
+        """Return how many rows the dataset has, if that is known; else 0."""
+        batch = self._batch
+        if batch is None or not self._numbers:
+            return 0
+        return row_numbers.count(batch.plan.pipeline) or 0
 
     def rearrange(
         self, call: str, spilled: Path, fields: Sequence[FieldSpec], to: ShardWriter
@@ -131,7 +191,7 @@ class DatasetOrder:
         numbers = self._numbers_of_rows(call)
         order = np.argsort(numbers, kind="stable")
         numbers = numbers[order]
-        end = int(numbers.max(initial=-1)) + 1
+        end = max(int(numbers.max(initial=-1)) + 1, self._count_rows())
         total = max(extended.consensus.gather_objects(call, lambda: end))
         ranks, rank = extended.num_replicas, extended.replica_id
         edges = [total * r // ranks for r in range(ranks + 1)]
@@ -198,10 +258,10 @@ class DatasetOrder:
         missing = np.flatnonzero(counts == 0)
         if missing.size and self._fill_value is None:
             raise DataError(
-                f"{self._path}: row {start + int(missing[0])} of the dataset, and "
-                f"{missing.size - 1} more of rows {start}..{stop - 1}, were not "
-                "appended; iterate over a whole epoch, without drop_remainder, or pass "
-                "a fill_value"
+                f"{self._path}: row {start + int(missing[0])} of the dataset was not "
+                f"appended, nor {missing.size - 1} others: drop_remainder, take after "
+                "shuffle, or the end of a loop has left them out. Iterate over all of "
+                "it, or pass a fill_value"
             )
         placed = {}
         for field, column in zip(fields, columns, strict=True):

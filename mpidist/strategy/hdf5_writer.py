@@ -25,6 +25,7 @@ from mpidist.hdf5.shard_writer import (
     StorageOptions,
     clean_name,
     common_fields,
+    fields_of,
     to_arrays,
     write_vds,
 )
@@ -155,8 +156,9 @@ class Hdf5Writer:
             )
             if order not in _ORDERS or (fill_value is not None and order == "rank"):
                 raise ArgumentError(
-                    f"order must be one of {_ORDERS}, not {validation.shown(order)}; "
-                    f"fill_value={validation.shown(fill_value)} needs 'dataset'"
+                    f"order must be 'rank' or 'dataset', not {validation.shown(order)}"
+                    if order not in _ORDERS
+                    else "fill_value needs order='dataset'"
                 )
             named = _check_path(path)
             whole = validation.absolute("path", path)
@@ -186,9 +188,9 @@ class Hdf5Writer:
     def append(self, rows: Any) -> None:
         """Append rows of this rank. Not collective.
 
-        Each rank may append any number of times, zero rows included. The first append
-        fixes the datasets, dtypes and row shapes; they must be the same on all ranks,
-        which `close` checks.
+        Each rank may append any number of times, zero rows included. The first rows fix
+        the datasets, dtypes and row shapes; they must be the same on all ranks that
+        have rows, which `close` checks.
 
         Args:
           rows: one array, or a dict from dataset names, such as "x" or "train/x", to
@@ -214,6 +216,7 @@ class Hdf5Writer:
             return
         checked = to_arrays(by_name)
         located = self._order.locate(len(next(iter(checked.values()))))
+        self._order.require_fill(fields_of(checked))
         self._shard.append(checked)
         self._order.keep(located)
 
@@ -279,7 +282,10 @@ class Hdf5Writer:
         part = consensus.run(_CLOSE, self._finish, yield_cpu=True)
         parts = consensus.gather_objects(_CLOSE, lambda: part)
         # Raises the same on all ranks
-        fields = common_fields(_CLOSE, [part.fields for part in parts])
+        with_rows = [part.fields if part.rows else None for part in parts]
+        if not any(with_rows):
+            with_rows = [part.fields for part in parts]
+        fields = common_fields(_CLOSE, with_rows)
         if self._order is not None:
             part = consensus.run(_CLOSE, self._rearrange, self._order, fields)
             parts = consensus.gather_objects(_CLOSE, lambda: part)

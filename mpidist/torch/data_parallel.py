@@ -267,9 +267,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         )
         if weight is None and not self._passes.is_said:
             self._passes.is_said = True
-            logs.info(
-                "torch", f"{CALL} weighs all ranks the same, as rows are not stated"
-            )
+            said = f"{CALL} weighs all ranks the same, as rows are not stated"
+            other = "for a loss divided by the rows of all ranks pass reduction='sum'"
+            logs.info("torch", f"{said}; {other}")
         return 1.0 if weight is None else weight
 
     def _end_pass(self) -> None:

@@ -27,7 +27,8 @@ _UNSTATED, ENDED = -1.0, -3.0
 _CALL = "the backward pass of DistributedDataParallel"
 _HINT = (
     "state how many rows each rank's mean loss has, by batches of as_tensors, rows=len "
-    "(called with the inputs) or set_rows(); or weigh ranks the same by rows='equal'"
+    "(called with the inputs) or set_rows(); or weigh ranks the same by rows='equal'; "
+    "a loss that is divided by the rows of all ranks takes reduction='sum'"
 )
 
 

@@ -169,9 +169,13 @@ class AtomicFile(io.FileIO):
         """Close the file; remove it unless it was published. Errors are ignored."""
         with contextlib.suppress(OSError):
             self.close()
-        if self._is_owned() and not self._is_published:
+        if self.is_pending():
             with contextlib.suppress(OSError):
                 self.temporary.unlink()
+
+    def is_pending(self) -> bool:
+        """Return whether this process has created the file, and not published it."""
+        return self._is_owned() and not self._is_published
 
     def _is_owned(self) -> bool:
         """Return whether this process, not its parent, created the file."""

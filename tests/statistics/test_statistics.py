@@ -422,3 +422,18 @@ def shares(rows, comm):
         return tuple([share(array, comm) for array in rows])
     names = sorted(rows, reverse=comm.rank % 2 == 1)
     return {name: share(rows[name], comm) for name in names}
+
+
+@pytest.mark.mpi(min_size=2)
+def test_other_structures_on_some_ranks_are_an_error(comm, strategy):
+    rows = np.arange(4.0)
+    for other in (
+        {"b": rows},
+        (rows,),
+        {"a": {"b": rows}},
+        rows,
+        {"a": rows, "b": rows},
+    ):
+        with pytest.raises(mpidist.MismatchError, match="structure of value"):
+            strategy.statistics_of({"a": rows} if comm.rank else other)
+    assert strategy.statistics_of([1, 2] if comm.rank == 0 else []).maximum == 2

@@ -42,6 +42,7 @@ from mpidist.comm.consensus.signatures import (
     digest,
 )
 from mpidist.comm.consensus.thread_order import (
+    STEP,
     ProgressCounters,
     ThreadOrderedLock,
     ThreadState,
@@ -420,13 +421,19 @@ class Consensus:
             depth, reason = state.unwinding
             if depth == state.depth:
                 state.unwinding = None
+                self.progress.forget(STEP)
             raise error or reason
-        if error is not None or timeout is not None or call is not None or yield_cpu:
-            agreed = operation if error is not None or call is None else call
-            self.require_same(agreed, error, timeout, yield_cpu)
-        elif self.size > 1:
-            with self.call(operation) as bare:
-                bare.agree()
+        try:
+            if error is not None or timeout is not None or call or yield_cpu:
+                agreed = operation if error is not None or call is None else call
+                self.require_same(agreed, error, timeout, yield_cpu)
+            elif self.size > 1:
+                with self.call(operation) as bare:
+                    bare.agree()
+        except Exception:
+            # All ranks raise, perhaps in other steps of a loop that they have left
+            self.progress.forget(STEP)
+            raise
 
     def root_only(
         self,

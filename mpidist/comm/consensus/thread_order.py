@@ -25,6 +25,8 @@ from mpidist.util.float_errors import IGNORED, handling, set_handling
 from mpidist.util.frames import ThreadFrames
 from mpidist.util.hashing import hash62
 
+# How the names of counters begin that count the steps of iterators
+STEP = "the step in epoch"
 _LOOK_AGAIN_SECONDS = 0.05
 _NAMELESS = "a thread without a name"
 _BITS = (1 << 62) - 1
@@ -352,6 +354,11 @@ class ProgressCounters(PerThread):
         if name in self._counts:
             self.set(name, -1)
             del self._counts[name]
+
+    def forget(self, start: str) -> None:
+        """Remove the counters whose names start with `start`."""
+        for name in [name for name in self._counts if name.startswith(start)]:
+            self.remove(name)
 
     def describe(self) -> dict[str, str]:
         """Return each count by its name, as text."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from mpidist.data.distributed.datasets import DistributedDataset
 from mpidist.errors import ArgumentTypeError
+from mpidist.util import validation
 from mpidist.util.representation import one_line
 from mpidist.values import select_replica
 
@@ -99,11 +101,10 @@ def as_arrays(dataset: Any) -> ArrayDataset:
     collective; the last replicas may have fewer rows of a batch, or none.
 
     Args:
-      dataset: what `strategy.experimental_distribute_dataset` returns, or another
-        iterable of distributed values.
+      dataset: what `strategy.experimental_distribute_dataset` returns.
 
     Raises:
-      ArgumentTypeError: it cannot be iterated over.
+      ArgumentTypeError: it is something else.
 
     Example:
       >>> rows = mpidist.Dataset.range(6).batch(4)
@@ -111,8 +112,9 @@ def as_arrays(dataset: Any) -> ArrayDataset:
       >>> [x.tolist() for x in mpidist.as_arrays(train)]  # on replica 0
       [[0, 1], [4]]
     """
-    if not hasattr(dataset, "__iter__"):
+    if not isinstance(dataset, DistributedDataset):
         raise ArgumentTypeError(
-            f"as_arrays needs a distributed dataset, not {type(dataset).__name__}"
+            "as_arrays needs what strategy.experimental_distribute_dataset returns, "
+            f"not {validation.shown(dataset)}"
         )
     return ArrayDataset(dataset)

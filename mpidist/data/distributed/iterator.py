@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from mpidist import context, values
 from mpidist.comm.consensus.signatures import CallSignature, group_by_rank, name_ranks
+from mpidist.comm.consensus.thread_order import STEP
 from mpidist.data.distributed.reader import (
     LocalBatch,
     Prefetcher,
@@ -79,7 +80,7 @@ class DistributedIterator:
         """
         self._epoch = epoch
         self._step = step
-        self._progress_key = f"the step in epoch {epoch.number} of {self._plan.name}"
+        self._progress_key = f"{STEP} {epoch.number} of {self._plan.name}"
         self._agreed_until = 0  # all replicas have their batches before this step
         self._per_step_until = 0  # before this step, replicas agree on each step
         self._prefetcher = Prefetcher(

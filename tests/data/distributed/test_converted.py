@@ -40,6 +40,8 @@ def test_its_iterator_continues_from_a_checkpoint(strategy, mpi_tmp_path):
     assert [batch.tolist() for batch in restored] == rest
 
 
-def test_what_cannot_be_iterated_over_is_refused():
-    with pytest.raises(mpidist.ArgumentTypeError, match="needs a distributed dataset"):
-        mpidist.as_arrays(3)
+@pytest.mark.parametrize("other", [3, [np.ones(3)], Dataset.range(4).batch(2)])
+def test_what_is_not_distributed_is_refused(other):
+    """Each replica would read all rows."""
+    with pytest.raises(mpidist.ArgumentTypeError, match="as_arrays needs what strat"):
+        mpidist.as_arrays(other)
