@@ -298,7 +298,7 @@ class ShardWriter:
         fields, count = fields_of(by_name), len(next(iter(by_name.values())))
         if self.rows and not count:
             return  # an empty list has become an array of any dtype
-        if not self.rows:  # what had no rows decides nothing
+        if self.fields is None or not self.rows:  # what had no rows decides nothing
             require_storable(fields)
             self._datasets = [_Dataset(c, self._storage) for c in fields]
             self.fields = fields
