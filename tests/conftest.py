@@ -133,10 +133,11 @@ def select(items: list[pytest.Item]) -> list[pytest.Item]:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Mark what ranks do together, and what starts jobs of its own; select.
+    """Mark tests that communicate, and tests that start jobs; select.
 
-    What is not the former is divided between two ranks; three would do as two what is
-    not the former, or is the latter: left out.
+    Two ranks divide the tests that do not communicate between them. Three or more
+    ranks run only those that communicate and start no jobs: the others do not depend
+    on the number of ranks.
     """
     for item in items:
         for name in ("comm", "mpirun", "network"):
