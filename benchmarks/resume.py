@@ -129,7 +129,8 @@ def weights_in(folder: Path) -> dict[str, Any]:
     """Return the weights of the last checkpoint, and their velocity."""
     last = max(folder.glob("ckpt-*.h5"), key=lambda p: int(p.stem.partition("-")[2]))
     with h5py.File(last, "r", locking=False) as file:
-        return {name: file[name][...] for name in ("weights", "velocity")}
+        groups = [file[name] for name in ("weights", "velocity")]
+        return {a.name: a[...] for group in groups for a in group.values()}
 
 
 def undisturbed(folder: Path, epochs: int) -> tuple[dict[int, Any], float]:
