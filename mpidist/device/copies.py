@@ -197,6 +197,7 @@ class SmallCopies:
 
 def _lay_out(values: Sequence[Any]) -> tuple[list[int], int]:
     """Return the offset of each array in a buffer, and the buffer's size in bytes."""
-    sizes = [round_up(value.nbytes) for value in values]
+    # Beside arrays on a GPU there may be Python's numbers, which need no room
+    sizes = [round_up(getattr(value, "nbytes", 0)) for value in values]
     ends = [*itertools.accumulate(sizes, initial=0)]
     return ends[:-1], ends[-1]

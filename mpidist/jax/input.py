@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpidist.comm.topology import job_size
 from mpidist.data.dataset import Dataset
 from mpidist.data.distributed.converted import ConvertedDataset, ConvertedIterator
 from mpidist.device import arrays
@@ -24,8 +25,8 @@ def as_jax(dataset: Any) -> JaxDataset:
     jax_enable_x64.)
 
     Args:
-      dataset: a distributed dataset, or another iterable of nests of arrays; no
-        `Dataset`, of which each replica would read all rows.
+      dataset: a distributed dataset, or another iterable of nests of arrays. In a job
+        of several ranks no `Dataset`, of which each would read all rows.
 
     Example:
       >>> rows = mpidist.Dataset.range(8).batch(4)
@@ -33,7 +34,7 @@ def as_jax(dataset: Any) -> JaxDataset:
       >>> next(iter(data))
       Array([0, 1], dtype=int32)
     """
-    if isinstance(dataset, Dataset):
+    if isinstance(dataset, Dataset) and job_size() > 1:
         raise ArgumentTypeError(
             "as_jax got a dataset that is not distributed: each replica would read all "
             "of it. Pass what strategy.experimental_distribute_dataset returns, or "

@@ -589,3 +589,14 @@ sys.exit(main(["tune", "--output", {str(path)!r}, "--largest-bytes", "100000",
     if comm.rank == 0:
         layout = Layout(short_name(MPI.Get_library_version()), (2,), "GPU")
         assert set(find_table(path, layout)) == {"allreduce", "allgatherv", "broadcast"}
+
+
+def test_numbers_of_python_beside_arrays_again_and_again(comm, strategy):
+    """Small ones travel together: through the host, where the numbers are."""
+    for number in (2, 3.5, 4, 1 << 40):
+        for _ in range(2):
+            value = {"x": cupy.asarray(numbers(comm.rank, 7)), "n": number}
+            found = all_reduce(strategy, "SUM", value)
+            expected = sum(numbers(rank, 7) for rank in range(comm.size))
+            require_equal(found["x"], expected)
+            assert found["n"] == comm.size * number

@@ -113,3 +113,12 @@ def test_numbers_that_jax_has_not_are_refused(strategy, enable_x64):
                 mj.input._to_jax(local)
     with pytest.raises(ArgumentTypeError, match="as_jax"):
         mj.as_jax(3)
+
+
+def test_a_dataset_that_is_not_distributed_is_for_one_process(comm):
+    rows = mpidist.Dataset.range(4).batch(2)
+    if comm.size == 1:
+        assert len(list(mpidist.jax.as_jax(rows))) == 2
+    else:
+        with pytest.raises(mpidist.ArgumentTypeError, match="each replica would read"):
+            mpidist.jax.as_jax(rows)
