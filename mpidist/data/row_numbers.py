@@ -52,7 +52,7 @@ def of_batch(dataset: Any, epoch: Epoch, step: int, share: BatchShare) -> Positi
         return _of_rows(dataset.parents[0], epoch, np.arange(rows.start, rows.stop))
     if isinstance(dataset, Concatenate):
         part, i = dataset.find(step)
-        before = 0 if i == step else _count_rows(dataset.parents[0])
+        before = 0 if i == step else _known(count(dataset.parents[0]))
         return before + of_batch(part, epoch, i, share)
     if isinstance(dataset, Zip) and not is_shuffled(dataset):
         return of_batch(dataset.parents[0], epoch, step, share)
@@ -60,7 +60,7 @@ def of_batch(dataset: Any, epoch: Epoch, step: int, share: BatchShare) -> Positi
         epoch = first_epoch(dataset.parent, epoch)
     elif isinstance(dataset, Repeat):
         inner, i = dataset.locate_one(epoch, step)
-        before = _count_rows(dataset.parents[0]) if i != step else 0
+        before = _known(count(dataset.parents[0])) if i != step else 0
         repetition = (step - i) // (dataset.parents[0].length or 1)
         return repetition * before + of_batch(dataset.parents[0], inner, i, share)
     elif isinstance(dataset, Window) and not is_shuffled(dataset):
@@ -143,21 +143,18 @@ def _of_sections(
     numbers = np.empty_like(positions)
     for section in np.unique(sections).tolist():
         here, start = sections == section, section * rows
+        before = section * _known(_count_numbers(first)) if section else 0
         part, within = first, epoch
         if isinstance(dataset, Repeat):
             within, _ = dataset.locate_one(epoch, start)
         elif section:
             part = others[0]
-        numbers[here] = start + _of_rows(part, within, positions[here] - start)
+        numbers[here] = before + _of_rows(part, within, positions[here] - start)
     return numbers
 
 
-def _count_rows(dataset: MapDataset) -> int:
-    """Return the number of rows of a dataset of batches."""
-    rows = dataset.unbatched()
-    while rows is None and isinstance(dataset, Map | CacheBase | Shuffle):
-        dataset = dataset.parents[0]
-        rows = dataset.unbatched()
-    if rows is None or rows.length is None:
+def _known(rows: int | None) -> int:
+    """Return a number of rows, or raise an UnknownRowsError if it is None."""
+    if rows is None:
         raise UnknownRowsError
-    return rows.length
+    return rows

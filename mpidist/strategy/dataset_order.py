@@ -211,7 +211,7 @@ class DatasetOrder:
                 columns = [np.empty((0, *f.row_shape), f.dtype) for f in fields]
                 if mine.size:
                     columns = source.read(order[mine])
-                sent = [numbers[mine], *map(_as_bytes, columns)]
+                sent = [numbers[mine], *map(_as_bytes, columns, fields)]
                 lengths = np.diff(cuts)[:, 0].tolist()
                 received = extended.collectives.all_to_all(call, sent, 0, lengths, None)
                 to.append(self._place(received, windows[rank], fields))
@@ -275,8 +275,6 @@ class DatasetOrder:
         return placed
 
 
-def _as_bytes(rows: Any) -> Any:
+def _as_bytes(rows: Any, field: FieldSpec) -> Any:
     """Return rows as arrays of bytes: `all_to_all` takes numbers alone."""
-    rows = np.ascontiguousarray(rows)
-    size = rows.dtype.itemsize * int(np.prod(rows.shape[1:]))
-    return np.frombuffer(rows.tobytes(), np.uint8).reshape(len(rows), size)
+    return np.frombuffer(rows.tobytes(), np.uint8).reshape(len(rows), field.row_bytes)

@@ -263,6 +263,20 @@ def test_the_value_of_rows_that_are_left_out(strategy, path):
     assert read(path).tolist() == [*range(8), -1, -1, -1]
 
 
+@pytest.mark.parametrize("by_batch", [False, True])
+@pytest.mark.parametrize("twice", ["repeat", "concatenate"])
+def test_what_is_left_out_moves_no_later_rows(strategy, path, by_batch, twice):
+    part = R(10).shuffle(seed=1, reshuffle_each_iteration=False).take(6)
+    part = part.batch(2) if by_batch else part
+    dataset = part.repeat(2) if twice == "repeat" else part.concatenate(part)
+    dataset = dataset if by_batch else dataset.batch(4)
+    batches = strategy.experimental_distribute_dataset(dataset)
+    write(strategy, path, batches, fill_value=-1)
+    found = read(path).reshape(2, 10)
+    assert np.count_nonzero(found >= 0) == 12
+    assert set(np.nonzero(found - np.arange(10))[1]) == set(np.nonzero(found < 0)[1])
+
+
 def test_the_same_rows_may_be_read_for_another_purpose(strategy, path):
     batches = strategy.experimental_distribute_dataset(R(10).shuffle(seed=1).batch(3))
     with Hdf5Writer(strategy, path, order="dataset") as writer:
