@@ -124,7 +124,7 @@ def read(files: Sequence[Path]) -> tuple[Any, Any]:
     pairs = []
     for path in files:
         with h5py.File(path) as file:
-            pairs.append((file["x"][:], file["y"][:]))
+            pairs.append((np.array(file["x"]), np.array(file["y"])))
     x, y = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
     return as_float32(x, y)
 
