@@ -278,6 +278,7 @@ def records_of_gpu():
     gradients = {"mpidist": [1e-3], "raw CUDA-aware MPI": [2e-3]}
     rates = {"bytes_per_second_alone": 2e12, "bytes_per_second_each": 1e12}
     moved = {"moved_bytes": 1e9, "least_bytes": 6e8, "is_shared": True}
+    torch = {"mpidist": [1.03e-3], "as torchrun starts it": [1e-3]}
     return [
         {"kind": "times", "case": "all_reduce", "bytes": 8, "seconds": small},
         {"kind": "times", "case": "all_reduce", "bytes": 64 << 20, "seconds": large},
@@ -289,6 +290,8 @@ def records_of_gpu():
         },
         {"kind": "memory_bandwidth", **rates},
         {"kind": "ipc", "bytes": 64 << 20, "seconds": [8e-4], **moved},
+        {"kind": "torch", "backend": "cpu:gloo,cuda:nccl", "seconds": torch},
+        {"kind": "torch", "backend": "gloo", "seconds": torch},
     ]
 
 
@@ -315,9 +318,10 @@ def test_what_gpus_show_is_judged():
         (f"ipc, {large}, bytes it moves", copies): (0.625, True),
         (f"ipc, {large}, bytes of arrays", copies): (0.375, False),
         ("gradients of ResNet-50, 100,000,000 bytes", raw): (2, False),
+        ("step of torch's DDP by NCCL", "as torchrun starts it"): (1.03, False),
     }
     lines = gpu_findings.table(comparisons, contract, job, ranks=2)
-    assert len(lines) == 1 + 5 + 1 + 2
+    assert len(lines) == 1 + 6 + 1 + 2
     assert lines[-3].endswith("not measured")  # the input
     assert lines[-2].endswith("reached: 3 passed, 0 failed, 1 skipped")
     assert lines[-1].endswith("reached")

@@ -18,6 +18,8 @@ import argparse
 import dataclasses
 import json
 import math
+import os
+import socket
 import statistics
 import sys
 import tempfile
@@ -36,7 +38,7 @@ import h5py
 import input_files
 import numpy as np
 import rivals
-from gpu_findings import PAGEABLE, RAW, bytes_of_ipc, least_bytes
+from gpu_findings import PAGEABLE, RAW, TORCHRUN, bytes_of_ipc, least_bytes
 from mpi4py import MPI
 
 import mpidist
@@ -555,6 +557,71 @@ def _by_hand(setting: Setting, path: Path, batch: int) -> Callable[[], None]:
     return epoch
 
 
+def compare_torch(setting: Setting) -> None:
+    """Compare steps of torch's DDP, started by mpidist and by `env://`. Collective.
+
+    The second is torchrun's way. By NCCL; where torch has no CUDA, by gloo on the
+    CPU, which shows that it runs.
+    """
+    if not harness.is_everywhere(setting.comm, "torch"):
+        setting.skip("torch's DDP: torch is not installed")
+        return
+    import torch
+    import torch.distributed
+
+    import mpidist.torch
+
+    gpus = setting.strategy.extended.gpus
+    device, backend = "cpu", "gloo"
+    if torch.cuda.is_available():
+        device, backend = f"cuda:{cupy.cuda.Device().id}", "cpu:gloo,cuda:nccl"
+        if gpus is not None and gpus.is_shared:
+            setting.skip("torch's DDP: NCCL refuses ranks that share a GPU")
+            return
+    starts = {
+        OURS: lambda: mpidist.torch.init_process_group(backend=backend),
+        TORCHRUN: lambda: _start_as_torchrun(setting.comm, backend),
+    }
+    width, turns = (16, 1) if setting.is_quick else (1000, 5)
+    layers = [torch.nn.Linear(width, width) for _ in range(10)]
+    rows = torch.ones(32, width, device=device)
+    times: dict[str, list[float]] = {name: [] for name in starts}
+    for _ in range(turns):
+        for name, start in starts.items():
+            start()
+            model = torch.nn.parallel.DistributedDataParallel(
+                torch.nn.Sequential(*layers).to(device)
+            )
+
+            def step(model: Any = model) -> None:
+                model.zero_grad()
+                model(rows).sum().backward()
+
+            times[name] += setting.time_in_turn({name: step})[name]
+            del model, step
+            torch.distributed.destroy_process_group()
+    words = [f"{name} {short_time(statistics.median(t))}" for name, t in times.items()]
+    line = f"step of torch's DDP by {backend}: {'; '.join(words)}"
+    setting.record("torch", line, backend=backend, seconds=times)
+
+
+def _start_as_torchrun(comm: MPI.Intracomm, backend: str) -> None:
+    """Start torch.distributed by the variables that torchrun sets. Collective."""
+    import torch.distributed
+
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = comm.bcast(free.getsockname()[1])
+    hosts = comm.allgather(socket.gethostname())
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1" if len(set(hosts)) == 1 else hosts[0],
+        "MASTER_PORT": str(port),
+        "RANK": str(comm.rank),
+        "WORLD_SIZE": str(comm.size),
+    }
+    torch.distributed.init_process_group(backend, init_method="env://")
+
+
 def find_facts(setting: Setting) -> None:
     """Record what there is. Collective."""
     group = setting.strategy.extended
@@ -596,9 +663,10 @@ PARTS = {
     "gradients": compare_gradients,
     "limit": compare_to_memory,
     "input": compare_input,
+    "torch": compare_torch,
 }
 # They distribute datasets, which is not for replica context
-IN_CROSS_REPLICA = ("facts", "checks", "limit", "input")
+IN_CROSS_REPLICA = ("facts", "checks", "limit", "input", "torch")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

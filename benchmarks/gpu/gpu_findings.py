@@ -19,6 +19,7 @@ RAW = "raw CUDA-aware MPI"
 PAGEABLE = "pageable staging"
 COPIES, PINNED = "copies within GPU memory", "page-locked memory to GPU"
 _OURS = "mpidist"
+DDP, TORCHRUN = "step of torch's DDP by NCCL", "as torchrun starts it"
 # Digits of the loss that do not depend on where it was computed
 _DIGITS = 4
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
@@ -109,6 +110,7 @@ def judge(records: Records, job: Mapping[str, Any]) -> list[Comparison]:
         *_judge_others(records, "gradients of ResNet-50", 3.0),
         *_judge_others(records, "all_gather", None),
         *_judge_input([r for r in records if r["kind"] == "input"]),
+        *_judge_torch([r for r in records if r["kind"] == "torch"]),
     ]
     if "same" in job:
         rates = ([float(job[where]["samples_per_second"])] for where in ("GPU", "CPU"))
@@ -197,6 +199,14 @@ def _judge_input(records: Records) -> Iterator[Comparison]:
         yield _beside_limit(title, PINNED, size, seconds, limit, target)
 
 
+def _judge_torch(records: Records) -> Iterator[Comparison]:
+    for record in records:
+        if "nccl" in record["backend"]:  # by gloo it is only seen to run
+            yield from harness.beside(
+                DDP, record["seconds"], {TORCHRUN: 1.02}, ours=_OURS
+            )
+
+
 def bytes_of_ipc(size: int, ranks: int) -> float:
     """Return how many bytes each rank's GPU reads and writes to add up with `ipc`.
 
@@ -264,7 +274,7 @@ def _missing(
     comparisons: Sequence[Comparison], ranks: int
 ) -> Iterator[tuple[str, str, str]]:
     judged = {(c.case.partition(",")[0], c.against) for c in comparisons if c.target}
-    wanted = [("HDF5 rows to GPU", PINNED, ">= 0.8")]
+    wanted = [("HDF5 rows to GPU", PINNED, ">= 0.8"), (DDP, TORCHRUN, "<= 1.02")]
     if ranks > 1:
         wanted += [
             ("all_reduce", PAGEABLE, ">= 10"),

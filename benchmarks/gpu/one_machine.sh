@@ -130,7 +130,7 @@ start_run() { # NAME SECONDS
     case $1 in
         start) options+=(--quick --output "$output/start") ;;
         tests) options+=(--parts facts checks contract) ;;
-        table) options+=(--parts facts tune sizes gradients limit input job gathers) ;;
+        table) options+=(--parts facts tune sizes gradients limit input job gathers torch) ;;
     esac
     python3 "$here/run_all.py" "${options[@]}" ${others[@]+"${others[@]}"}
 }

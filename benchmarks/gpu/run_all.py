@@ -20,6 +20,8 @@ about 20 minutes. The parts:
     input      HDF5 rows to GPU memory: copies from page-locked memory >= 0.8x
     job        jobs/train_digits.py on the GPU and on the CPU: the same digits
     gathers    all_gather along both axes
+    torch      a step of torch's DDP by NCCL, each rank with a GPU of its own: as
+               torchrun starts it <= 1.02x the time
 
 Each part has a time limit; if one fails, the others go on. Into the output folder go,
 named by the GPU: a JSON file for each number of ranks, and the table of what must be
@@ -74,6 +76,7 @@ PARTS = {
     "input": (1, 60),
     "job": (1, 60),
     "gathers": (2, 30),
+    "torch": (1, 60),
 }
 _QUICK_LIMIT_SECONDS = 60
 # A test that hangs ends with the stacks of all threads before the job is ended
