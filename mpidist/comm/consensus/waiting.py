@@ -177,6 +177,9 @@ _PASS_ON_SECONDS = 0.25
 _COLLECT_CALLS = 1000
 _LAST_PLACE = sys.maxsize  # after all others: a wait without announcements
 _PAUSE_SECONDS = 1e-3  # at most, and a quarter of the time waited so far
+# A waiting rank listens to the others at such intervals: as often as it looks at its
+# requests, that would take as long as the sums of gradients
+_LISTEN_SECONDS = 0.01
 _POLL_SECONDS = 0.5
 # Abandoned requests with their buffers: a late rank may still complete them, so MPI may
 # write there until the process ends
@@ -371,20 +374,26 @@ class RequestWaiter:
 
     def _wait_long(self, test: Callable[[], bool], deadline: float, place: int) -> None:
         start = now = time.monotonic()
-        first = min((deadline - start) / 2, _ANNOUNCE_SECONDS)
-        roll_call = RollCall(
-            *(self._comm, self._departures, place),
-            math.inf if place == _LAST_PLACE else first,
-            min((deadline - start) / 20, _PASS_ON_SECONDS),
-        )
-        self._roll_call = roll_call
+        left, roll_call = deadline - start, None
+        interval = min(left / 20, _LISTEN_SECONDS)
+        listens_at = start + interval
         while not test():
-            roll_call.exchange(now)
-            if now > deadline:
-                raise WaitTimeoutError(roll_call.missing())
-            self._departures.require_none()
-            if math.isinf(deadline):
-                self._departures.waiter = threading.get_ident()
+            if now >= listens_at:
+                if roll_call is None:
+                    is_last = place == _LAST_PLACE
+                    roll_call = RollCall(
+                        *(self._comm, self._departures, place),
+                        math.inf if is_last else min(left / 2, _ANNOUNCE_SECONDS),
+                        min(left / 20, _PASS_ON_SECONDS),
+                    )
+                    self._roll_call = roll_call
+                roll_call.exchange(now)
+                if now > deadline:
+                    raise WaitTimeoutError(roll_call.missing())
+                self._departures.require_none()
+                if math.isinf(deadline):
+                    self._departures.waiter = threading.get_ident()
+                listens_at = now + interval
             time.sleep(min((now - start) / 4, _PAUSE_SECONDS))
             now = time.monotonic()
 
