@@ -70,7 +70,7 @@ def highest(comm: MPI.Intracomm, *numbers: int) -> list[int]:
     """Return the highest of all ranks' numbers, at each place. Collective."""
     found = np.array(numbers, np.int64)
     comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
-    return found.tolist()
+    return list(map(int, found))
 
 
 def gather_likely_equal(comm: MPI.Intracomm, value: T) -> list[T]:
