@@ -249,6 +249,7 @@ class _Side:
         # This thread runs during the backward pass, and should not use its core by
         # spinning.
         self.consensus.departures.yields_cpu = True
+        self.consensus.departures.least_pause = group.consensus.departures.least_pause
         try:
             self.channel = Channel(
                 _CALL,

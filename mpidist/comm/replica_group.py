@@ -21,6 +21,7 @@ from mpidist.comm.consensus.comparison import SharedMemoryComparison
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.flight_recorder import Recorder
 from mpidist.comm.consensus.signatures import CallSignature
+from mpidist.comm.consensus.waiting import least_pause
 from mpidist.comm.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpidist.comm.device_info import GpuFacts, GpuRequest, find_facts
 from mpidist.comm.packing import Axis
@@ -137,6 +138,9 @@ class ReplicaGroup:
         self.topology = Topology.create(communicator)
         self.consensus = Consensus(self.topology.comm, failures=self.topology.failures)
         self.consensus.pids = self.topology.pids
+        self.consensus.departures.least_pause = least_pause(
+            1 / self.topology.core_share
+        )
         self.node_memory = NodeMemory(self.topology, self.consensus)
         self.symmetric_memory = SymmetricMemory(self.consensus, self.topology.node)
         self.replica_id = self.topology.rank
@@ -200,14 +204,15 @@ class ReplicaGroup:
             ),
         )
         node = self.topology.node
-        place = self.device, node.Get_rank(), node.Get_size()
+        place = self.device, node.Get_size()
         mine = place, _Resources.list_dropped(), str(TIMELINE.read_or_default() or "")
         gathered = self.consensus.gather_objects(call, lambda: mine)
         _Resources.free_dropped([dropped for _, dropped, _ in gathered])
         everyone = [place for place, _, _ in gathered]
         self.timeline_folder = next((folder for *_, folder in gathered if folder), "")
-        self.topology.devices = tuple([device for device, _, _ in everyone])
-        sizes = sorted([size for _, rank, size in everyone if rank == 0])
+        self.topology.devices = tuple([device for device, _ in everyone])
+        ranks = collections.Counter([size for _, size in everyone])
+        sizes = [size for size in sorted(ranks) for _ in range(ranks[size] // size)]
         self.topology.node_sizes = tuple(sizes)
         if self._gpu_index is not None:
             request = gpu_request or GpuRequest()

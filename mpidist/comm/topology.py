@@ -14,7 +14,11 @@ from mpi4py import MPI
 
 from mpidist.comm.consensus.consensus import FINALIZED
 from mpidist.comm.consensus.failures import FailureDetector
-from mpidist.comm.consensus.pending import Pending
+from mpidist.comm.consensus.pending import (
+    Pending,
+    gather_likely_equal,
+    highest,
+)
 from mpidist.comm.consensus.process_monitor import monitor_processes
 from mpidist.comm.consensus.signatures import group_by_rank
 from mpidist.device.binding import gpu_count, use_gpu
@@ -81,7 +85,7 @@ def _pretended_ranks_per_node(
     """
     asked = RANKS_PER_NODE.text(environ)
     number = RANKS_PER_NODE.read_or_default(environ)
-    everyone = comm.allgather(asked)
+    everyone = gather_likely_equal(comm, asked)
     is_good = asked is None or number is not None
     if not is_good or set(everyone) != {asked}:
         texts = ["not set" if t is None else validation.shown(t) for t in everyone]
@@ -101,7 +105,7 @@ def _ranks_that_share_memory(comm: MPI.Intracomm) -> MPI.Intracomm:
     node = cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
     ranks = node.group.Translate_ranks(None, MPI.COMM_WORLD.group)
     own = [rank for rank, color in enumerate(ranks) if color != MPI.UNDEFINED]
-    if node.allreduce(len(own) == node.Get_size(), MPI.LAND):
+    if highest(node, len(own) < node.Get_size()) == [0]:
         return node
     part = cast(MPI.Intracomm, node.Split(own[0]))
     node.Free()
@@ -114,7 +118,7 @@ def _core_share(node: MPI.Intracomm) -> float:
     Cores that several ranks may use are divided among them.
     """
     own = available_cores()
-    everyone = node.allgather(own)
+    everyone = gather_likely_equal(node, own)
     users = collections.Counter(core for cores in everyone for core in cores)
     return sum(1 / users[core] for core in own)
 

@@ -11,7 +11,7 @@ from mpi4py import MPI
 import mpidist
 from mpidist.comm import device_info
 from mpidist.comm.device_info import Support, ask, cache_path, find_support
-from mpidist.device import probe
+from mpidist.device import binding, probe
 from mpidist.device.binding import (
     GpuIdentity,
     gpu_count,
@@ -290,3 +290,11 @@ def test_outcomes_are_kept_in_the_users_cache():
     assert Path(cache_path({"XDG_CACHE_HOME": "/c"})) == Path(
         "/c/mpidist/cuda_aware.json"
     )
+
+
+def test_cupy_is_not_imported_where_there_is_no_driver(monkeypatch):
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(binding.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(binding, "_DRIVER", "libmissing.so.1")
+    assert binding.gpu_count() == 0
+    assert "cupy" not in sys.modules

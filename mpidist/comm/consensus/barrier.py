@@ -18,15 +18,19 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from mpidist.comm.consensus.pending import Pending
-from mpidist.comm.consensus.waiting import Departures, WaitTimeoutError
+from mpidist.comm.consensus.pending import Pending, gather_likely_equal
+from mpidist.comm.consensus.waiting import (
+    Departures,
+    WaitTimeoutError,
+    least_pause,
+    pause_seconds,
+)
 from mpidist.util.available_memory import LINE_BYTES, available_cores, round_up
 
 _FRAME_BYTES = 4096
 _SLOTS = 3
 _SPINS = 1000  # of 50 nanoseconds
 _YIELD_SECONDS = 1e-4
-_PAUSE_SECONDS = 1e-3  # at most, and a quarter of the time that was waited
 
 
 @functools.cache
@@ -75,7 +79,8 @@ class NodeBarrier:
         pieces = _lay_out(self.page_bytes, self.slot_bytes)
         self._fence = memory_fence()
         with Pending("making a barrier", comm):
-            cores = len(set().union(*comm.allgather(available_cores())))
+            usable = gather_likely_equal(comm, available_cores())
+            cores = len(set().union(*usable))
         parts = np.split(memory, self.size)
         parts[self.rank][:] = 0  # page faults of this rank's part happen now
         counts = [words_of(part[:8]) for part in parts]
@@ -101,6 +106,7 @@ class NodeBarrier:
         self.epoch = 0
         self.cores = cores  # of all ranks together
         self._has_cores = self.size <= cores
+        self._least_pause = least_pause(self.size / cores)
         self._spins = _SPINS if self._has_cores and not yield_cpu else 0
 
     @staticmethod
@@ -131,17 +137,19 @@ class NodeBarrier:
         self.epoch = epoch = self.epoch + 1
         self._fence()
         self._mine[0] = epoch
-        self.late = -1
+        self.late, begun = -1, 0.0
         for name, count in self._others:
             if count[0] < epoch:
                 self.late = name  # all before it have arrived
-                self._wait(count, epoch, deadline, yield_cpu, meanwhile)
+                begun = begun or time.monotonic()
+                self._wait(count, epoch, begun, deadline, yield_cpu, meanwhile)
         self._fence()
 
     def _wait(
         self,
         count: Any,
         epoch: int,
+        begun: float,
         deadline: float | None,
         yield_cpu: bool,
         meanwhile: Callable[[], None] | None,
@@ -158,7 +166,7 @@ class NodeBarrier:
                 if self._has_cores and now - start < _YIELD_SECONDS:
                     os.sched_yield()  # no sleep is as short
                 else:
-                    time.sleep(min((now - start) / 4, _PAUSE_SECONDS))
+                    time.sleep(pause_seconds(now - begun, self._least_pause))
                     self._let_mpi_work(is_endless=deadline is None)
                     if meanwhile is not None:
                         meanwhile()

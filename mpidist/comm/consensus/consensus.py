@@ -34,7 +34,7 @@ from mpidist.comm.consensus.comparison import (
 )
 from mpidist.comm.consensus.failures import FailureDetector
 from mpidist.comm.consensus.flight_recorder import Recorder
-from mpidist.comm.consensus.pending import Pending
+from mpidist.comm.consensus.pending import Pending, highest
 from mpidist.comm.consensus.signatures import (
     CallReport,
     CallSignature,
@@ -55,6 +55,7 @@ from mpidist.comm.consensus.waiting import (
 )
 from mpidist.errors import CollectiveError, ContextError, DeadlineError, MpidistError
 from mpidist.util.forks import FORKED, call_in_child
+from mpidist.util.hashing import hash62
 from mpidist.util.tracebacks import fold
 
 Fields = Sequence[tuple[str, Any]]  # names and values that must be equal on all ranks
@@ -91,7 +92,7 @@ class Consensus:
         self._own_failures = None if failures else self.failures
         # Ranks may have made different numbers of communicators
         with Pending("making a communicator's consensus", comm):
-            channel = comm.allreduce(Consensus.made, MPI.MAX)
+            (channel,) = highest(comm, Consensus.made)
         self.departures = Departures(comm, channel, self.failures)
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         if comparison is None:
@@ -466,12 +467,19 @@ class Consensus:
                 payload = broadcast_bytes(*sent, self.wait, operation)
         return pickle.loads(payload)  # type: ignore[no-any-return]
 
-    def gather_objects(self, operation: str, make: Callable[[], T]) -> list[T]:
+    def gather_objects(
+        self, operation: str, make: Callable[[], T], senders: int = 0
+    ) -> list[T]:
         """Return what `make()` returns on each rank. Collective.
+
+        Objects that are equal on all ranks are not sent: their digests travel with the
+        agreement.
 
         Args:
           operation: the public call, for messages.
           make: returns a small object that can be pickled; may be slow.
+          senders: so many of the ranks, the first ones, have anything to send; 0 stands
+            for all. Equal on all ranks.
 
         Raises, on all ranks, what `make` raises on any.
         """
@@ -480,11 +488,12 @@ class Consensus:
             payload = pickle.dumps(make())
         except BaseException as error:
             call.fail(error)
+        senders = min(senders, self.size) or self.size
         with call:
-            call.agree()
-            everyone = [payload]
-            if self.size > 1:
-                everyone = _all_gather_bytes(self.comm, payload, self.wait, operation)
+            everyone = [payload] * senders
+            if not call.agree(hash62(payload)) and self.size > 1:
+                sent = self.comm, payload, self.wait, operation, senders
+                everyone = _all_gather_bytes(*sent)
         return [pickle.loads(data) for data in everyone]
 
     def wait(self, request: Requests, deadline: float | None, operation: str) -> None:
@@ -720,14 +729,26 @@ def broadcast_bytes(
 
 
 def _all_gather_bytes(
-    comm: MPI.Intracomm, data: bytes, wait: Wait, operation: str
+    comm: MPI.Intracomm, data: bytes, wait: Wait, operation: str, senders: int = 0
 ) -> list[Any]:
-    """Return the bytes of all ranks, as arrays, for an operation. Collective."""
-    sizes = np.empty(comm.Get_size(), np.int64)
-    wait(comm.Iallgather(np.array([len(data)]), sizes), None, operation)
+    """Return the bytes of the first `senders` ranks, or of all, as arrays. Collective.
+
+    The sizes that others than the senders send do not grow with the number of ranks.
+    """
+    rank, size = comm.Get_rank(), comm.Get_size()
+    senders = senders or size
+    sizes = np.zeros(size, np.int64)
+    data = data if rank < senders else b""
+    if senders == size:
+        wait(comm.Iallgather(np.array([len(data)]), sizes), None, operation)
+    else:
+        own = np.zeros(senders, np.int64)
+        own[rank : rank + 1] = len(data)  # nowhere, on the other ranks
+        wait(comm.Iallreduce(own, sizes[:senders], MPI.SUM), None, operation)
     edges = list(itertools.accumulate(sizes.tolist(), initial=0))
     received = np.empty(edges[-1], np.uint8)
     spec = [received, sizes.tolist(), MPI.BYTE]
     wait(comm.Iallgatherv([data, MPI.BYTE], spec), None, operation)
     # Not np.split, which calls several functions for each rank
-    return [received[start:end] for start, end in itertools.pairwise(edges)]
+    pairs = itertools.pairwise(edges[: senders + 1])
+    return [received[start:end] for start, end in pairs]

@@ -1,7 +1,8 @@
 """Waits of this process outside recorded calls, for the watchdog.
 
 Creating and freeing MPI communicators and windows is collective, without a consensus
-that would detect missing ranks.
+that would detect missing ranks. What ranks exchange for that is here, too: mpi4py's
+functions for objects send several messages for each call.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
+import numpy as np
 from mpi4py import MPI
 
 from mpidist.comm.consensus.signatures import call_site
 from mpidist.util.forks import call_in_child
+from mpidist.util.hashing import hash62
+
+T = TypeVar("T")
 
 
 class Pending:
@@ -59,3 +64,22 @@ class Pending:
 
 # A forked child waits for none of them
 call_in_child(Pending.in_use.clear)
+
+
+def highest(comm: MPI.Intracomm, *numbers: int) -> list[int]:
+    """Return the highest of all ranks' numbers, at each place. Collective."""
+    found = np.array(numbers, np.int64)
+    comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
+    return list(map(int, found))
+
+
+def gather_likely_equal(comm: MPI.Intracomm, value: T) -> list[T]:
+    """Return the values of all ranks, which send them only if they differ. Collective.
+
+    Args:
+      comm: the ranks.
+      value: of a type whose `repr` shows all of it.
+    """
+    number = hash62(repr(value))
+    most, least = highest(comm, number, -number)
+    return [value] * comm.Get_size() if most == -least else comm.allgather(value)

@@ -10,6 +10,7 @@ import os
 import select
 from pathlib import Path
 
+import numpy as np
 from mpi4py import MPI
 
 _NAMESPACE = "/proc/self/ns/pid"
@@ -27,15 +28,15 @@ def monitor_processes(comm: MPI.Intracomm, node: MPI.Intracomm) -> dict[int, int
       comm: the communicator of the rank numbers.
       node: the ranks that share memory with this one.
     """
-    namespace = None
+    namespace, own = 0, os.getpid()
     if hasattr(os, "pidfd_open"):
         with contextlib.suppress(OSError):
-            namespace = os.readlink(_NAMESPACE)
-    mine = comm.Get_rank(), os.getpid(), namespace
-    everyone = node.allgather(mine)
-    if any(process[2] != namespace for process in everyone) or namespace is None:
+            namespace = os.stat(_NAMESPACE).st_ino
+    everyone = np.empty((node.Get_size(), 3), np.int64)
+    node.Allgather(np.array([comm.Get_rank(), own, namespace]), everyone)
+    if namespace == 0 or (everyone[:, 2] != namespace).any():
         return {}
-    pids = {rank: pid for rank, pid, _ in everyone if pid != os.getpid()}
+    pids = {rank: pid for rank, pid, _ in everyone.tolist() if pid != own}
     try:
         for pid in pids.values():
             if pid not in _descriptors:  # while it is open, the number is not reused

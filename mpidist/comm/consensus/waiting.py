@@ -33,6 +33,28 @@ _MOST_BYTES = 2000  # so small a message is sent eagerly
 _MOST_DIRECT = 16
 
 
+# So many ranks of a core do not keep it busy by looking for each other
+_MANY_RANKS = 5
+# What a rank that shares its core needs to look once: its caches hold others' data
+_LOOK_SECONDS = 2e-4
+# A rank sleeps a quarter of the time that it has waited so far, but no longer than this
+_PAUSE_SECONDS = 1e-3
+
+
+def least_pause(ranks_per_core: float) -> float:
+    """Return for how many seconds a waiting rank at least sleeps between two looks.
+
+    All ranks of a core look for the last of them, and keep it from arriving: 256 ranks
+    on 2 cores that look every millisecond would need 25 cores.
+    """
+    return _LOOK_SECONDS * max(0.0, ranks_per_core - _MANY_RANKS)
+
+
+def pause_seconds(waited: float, least: float) -> float:
+    """Return how long a rank sleeps before it looks again, see `least_pause`."""
+    return max(least, min(waited / 4, max(_PAUSE_SECONDS, 2 * least)))
+
+
 def _receivers(rank: int, size: int) -> list[int]:
     """Return the ranks to which `rank` sends a message for all.
 
@@ -68,6 +90,7 @@ class Departures:
         # Whether other threads of this process compute: a waiting thread yields the
         # core
         self.yields_cpu = False
+        self.least_pause = 0.0  # see `least_pause`
         # The identifier of a thread that sleeps and has no deadline; else 0
         self.waiter = 0
         self.deadlock: str | None = None
@@ -176,7 +199,6 @@ _ANNOUNCE_PART = 8
 _PASS_ON_SECONDS = 0.25
 _COLLECT_CALLS = 1000
 _LAST_PLACE = sys.maxsize  # after all others: a wait without announcements
-_PAUSE_SECONDS = 1e-3  # at most, and a quarter of the time waited so far
 # A waiting rank listens to the others at such intervals: as often as it looks at its
 # requests, that would take as long as the sums of gradients
 _LISTEN_SECONDS = 0.01
@@ -347,6 +369,7 @@ class RequestWaiter:
             else:
                 test = functools.partial(MPI.Request.Testall, request)
             looks = not (yield_cpu or self._departures.yields_cpu)
+            looks = looks and not self._departures.least_pause
             for _ in range(_LOOKS if looks else 1):
                 if test():
                     return
@@ -394,7 +417,7 @@ class RequestWaiter:
                 if math.isinf(deadline):
                     self._departures.waiter = threading.get_ident()
                 listens_at = now + interval
-            time.sleep(min((now - start) / 4, _PAUSE_SECONDS))
+            time.sleep(pause_seconds(now - start, self._departures.least_pause))
             now = time.monotonic()
 
     def drain(self) -> bool:

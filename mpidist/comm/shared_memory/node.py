@@ -25,7 +25,7 @@ from mpi4py import MPI
 
 from mpidist.comm.consensus.barrier import NodeBarrier, memory_fence
 from mpidist.comm.consensus.consensus import Consensus
-from mpidist.comm.consensus.pending import Pending
+from mpidist.comm.consensus.pending import Pending, highest
 from mpidist.comm.topology import Topology
 from mpidist.errors import ArgumentError, LaunchError
 from mpidist.util.available_memory import LINE_BYTES, as_text, free_bytes, round_up
@@ -83,7 +83,7 @@ def map_together(
         # Errors are kept: the other ranks of the node are at the next collective
         for step in (check, reserve, map_file):
             with Pending("making memory of a node", node):
-                is_well = node.allreduce(error is None, MPI.LAND)
+                is_well = highest(node, error is not None) == [0]
             try:
                 if is_well:
                     step()
@@ -130,7 +130,7 @@ def _open_together(node: MPI.Intracomm) -> tuple[int, bool, Exception | None]:
     """
     file = _pass_file(node)
     # All ranks of the node choose the same kind of file, or messages would not match.
-    if node.allreduce(file >= 0, MPI.LAND):
+    if highest(node, file < 0) == [0]:
         return file, False, None
     if file >= 0:
         os.close(file)

@@ -407,9 +407,8 @@ def _share_indexes(
         count = source.file_count
         # Round-robin, so the metadata server sees each file once
         inspected = range(consensus.rank, count, consensus.size)
-        by_rank = consensus.gather_objects(
-            call, functools.partial(_inspect, source, inspected, consensus.rank)
-        )
+        inspect = functools.partial(_inspect, source, inspected, consensus.rank)
+        by_rank = consensus.gather_objects(call, inspect, senders=count)
         # Restore the order of the files: rank r has indexed r, r + size, ...
         files = [by_rank[i % len(by_rank)][i // len(by_rank)] for i in range(count)]
         source.adopt(files, consensus.rank, *_limits(extended))

@@ -16,6 +16,7 @@ from all_ranks import require_usable
 from node_barriers import make_node_barrier
 
 import mpidist
+from mpidist.comm.consensus import consensus as module
 from mpidist.comm.consensus import waiting
 from mpidist.comm.consensus.comparison import SharedMemoryComparison
 from mpidist.comm.consensus.consensus import Consensus
@@ -63,6 +64,29 @@ def test_equal_calls_pass(consensus):
         consensus.require_same(step({"a": [1, 2]}, op="SUM"), timeout=timeout)
     ranks = consensus.gather_objects("ranks", lambda: consensus.rank)
     assert ranks == list(range(consensus.size))
+
+
+def test_objects_that_are_equal_on_all_ranks_are_not_sent(comm, consensus, monkeypatch):
+    sent, send = [], module._all_gather_bytes
+    monkeypatch.setattr(
+        module, "_all_gather_bytes", lambda *args: sent.append(1) or send(*args)
+    )
+    found = consensus.gather_objects("equal", lambda: [1, "a"])
+    assert found == [[1, "a"]] * comm.size
+    assert len(set(map(id, found))) == comm.size  # whoever changes one changes no other
+    assert not sent
+    assert consensus.gather_objects("all but one", lambda: comm.rank == 0) == [
+        rank == 0 for rank in range(comm.size)
+    ]
+    assert len(sent) == (comm.size > 1)
+
+
+@pytest.mark.parametrize("senders", [1, 2, 3, 100])
+def test_the_first_ranks_alone_send(comm, consensus, senders):
+    for length in (0, 5, 1000):
+        mine = [comm.rank] * length
+        found = consensus.gather_objects("some", mine.copy, senders)
+        assert found == [[rank] * length for rank in range(min(senders, comm.size))]
 
 
 @pytest.mark.parametrize("culprit", [0, -1])

@@ -430,3 +430,15 @@ def test_a_look_for_deadlocks_takes_no_other_message(strategy, comm):
 
 def test_messages_of_one_communicator_have_tags_of_their_own():
     assert len({int(tag) for tag in Tag}) == len(Tag.__members__)
+
+
+def test_ranks_that_share_a_core_do_not_keep_it_busy_by_looking_for_each_other():
+    for alone in (0.1, 1, 5):
+        least = waiting.least_pause(alone)
+        pauses = [waiting.pause_seconds(waited, least) for waited in (0.0, 1e-3, 100.0)]
+        assert pauses == [0.0, 0.25e-3, 1e-3]
+    for many in (16, 128, 1024):
+        least = waiting.least_pause(many)
+        longest = waiting.pause_seconds(100.0, least)
+        assert least <= waiting.pause_seconds(0.0, least) <= longest
+        assert many * waiting._LOOK_SECONDS < 0.8 * longest
