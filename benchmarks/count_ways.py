@@ -44,7 +44,7 @@ WAITING = {
     "comm/consensus/barrier.py": {"_wait", "_let_mpi_work"},
     "comm/consensus/comparison.py": {"late"},
     "comm/consensus/failures.py": {"require_none"},
-    "comm/consensus/waiting.py": {"wait", "require_none", "find"},
+    "comm/consensus/waiting.py": {"wait", "require_none", "find", "pause_seconds"},
 }
 Calls = Iterator[Callable[[], Any]]
 
