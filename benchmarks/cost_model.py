@@ -1,43 +1,61 @@
 r"""What an all-reduce should take on larger machines, by what was measured on this one.
 
     python benchmarks/cost_model.py benchmarks/results/collectives-mpich-2ranks.json \\
+        --wire benchmarks/results/network-mpich.json \\
         --output benchmarks/results/model-mpich.json
 
 Two levels, each with a latency and a bandwidth (R. W. Hockney, The communication
 challenge for MPP, 1994): T = latency + bytes / bandwidth.
 
-In a node, they are fitted to our measured all-reduces. Between nodes, a
-reduce-scatter and an all-gather take 2 log2(nodes) latencies and move 2 (nodes - 1) /
-nodes of the bytes (R. Thakur et al., Optimization of collective communication
-operations in MPICH, 2005, section 4.5). Each rank of a node sends its part, all share
-the node's network, and blocks overlap: the slower level counts, and the first block of
-the other one.
+In a node, they are fitted to our measured all-reduces. Between nodes, `Traffic` says
+how many messages wait for each other and how many bytes pass the cable of a node, for
+the way that the library takes: the ranks compare their calls, by a gather or a
+reduction; small arrays travel along, others are reduced by MPI or block by block. MPI's
+reductions are those of MPICH (R. Thakur et al., Optimization of collective
+communication operations in MPICH, 2005, section 4.5): recursive doubling for short
+arrays, halving and doubling for long ones; where the number of ranks is no power of
+two, some send everything to a partner first. `check_model.py` counts all that.
+
+Blocks overlap: the slower level counts, and the first block of the other one. Where
+more ranks share a machine than it has cores, as those of virtual nodes do, each message
+takes a fixed time of a core, fitted to sums of 8 bytes.
 
 There is no network in one machine. So the times are for assumed networks, which are
 named; --network adds one, and --wire one that `bench_network.py` has measured with
-plain sockets. How far the model is off from what all-reduces took there is told, too.
+plain sockets. How far the model is off from what all-reduces took there is told, and
+what grows with the number of ranks, in the order in which it passes a limit.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
+import operator
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import harness
+
+# isort: split
+from mpidist.comm.transports.base import MESSAGE_BYTES, MOST_RANKS
+from mpidist.comm.transports.tuning import default_table
 
 NETWORKS = {
     "100 Gbit/s, 2 us (assumed)": (2e-6, 12.5e9),
     "25 Gbit/s, 20 us (assumed)": (20e-6, 3.125e9),
 }
 SIZES = {"1 MiB": 1 << 20, "ResNet-50, 102 MB": 102_228_128}
-RANKS = [2 << n for n in range(12)]  # to 4096
+RANKS = [2 << n for n in range(14)]  # to 16,384
 BLOCK_BYTES = 512 << 10
 LARGE_BYTES = 16 << 20  # for caches
+# Of a comparison of calls: by a gather of up to 16 ranks, or a reduction of more
+GATHERED_RANKS, GATHERED_BYTES, PAYLOAD_BYTES, REDUCED_BYTES = 16, 288, 256, 48
+DOUBLING_BYTES = 2048  # up to here MPICH does not halve
+HEADER_BYTES = 13  # of each message, by MPICH over TCP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,21 +83,142 @@ def fit(seconds: Mapping[int, float]) -> Level:
     return Level(latency, statistics.median(rates))
 
 
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What a collective sends between nodes.
+
+    Args:
+      rounds: messages that wait for each other.
+      messages: that the busiest node sends.
+      size: bytes of these messages.
+      serial: bytes that pass a node's cable before the end, one after the other.
+    """
+
+    rounds: float = 0
+    messages: float = 0
+    size: float = 0
+    serial: float = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*map(operator.add, *map(dataclasses.astuple, (self, other))))
+
+    def times(self, count: float) -> Traffic:
+        """Return what so many of it send, one after the other."""
+        return Traffic(*(count * number for number in dataclasses.astuple(self)))
+
+    def at_once(self, count: float) -> Traffic:
+        """Return what so many ranks of a node send at the same time."""
+        return dataclasses.replace(self.times(count), rounds=self.rounds)
+
+    def seconds(self, network: Level) -> float:
+        """Return how long it takes."""
+        return self.rounds * network.latency + self.serial / network.bandwidth
+
+
+@dataclasses.dataclass(frozen=True)
+class Cores:
+    """Those that all nodes share, and how long one is busy with a message."""
+
+    count: int
+    message_seconds: float
+
+
+def reduced_by_mpi(size: float, nodes: int, per_node: int = 1) -> Traffic:
+    """Return the traffic of MPI's all-reduce of float32 over all ranks."""
+    steps = math.floor(math.log2(nodes * per_node))
+    inside = math.floor(math.log2(per_node))  # those between ranks of a node come first
+    between = steps - inside
+    # With one rank per node. Else these partners are on the same node
+    extra = int(per_node == 1 and nodes != 1 << steps)
+    if size <= DOUBLING_BYTES or size / 4 < 1 << steps:
+        one = Traffic(between, between, between * size, between * size)
+    else:
+        moved = 2 * size / (1 << inside) * (1 - 0.5**between)
+        one = Traffic(2 * between, 2 * between, moved, moved)
+    return (one + Traffic(2 * extra, extra, extra * size, 2 * extra * size)).at_once(
+        per_node
+    )
+
+
+def compared(nodes: int, per_node: int = 1) -> Traffic:
+    """Return the traffic of the comparison of calls."""
+    ranks = nodes * per_node
+    if ranks > GATHERED_RANKS:
+        return reduced_by_mpi(REDUCED_BYTES, nodes, per_node)
+    inside = math.floor(math.log2(per_node))
+    rounds = math.ceil(math.log2(ranks)) - inside
+    size = GATHERED_BYTES * (ranks - (1 << inside))
+    return Traffic(rounds, rounds, size, size).at_once(per_node)
+
+
+def added_in_parts(size: float, nodes: int) -> Traffic:
+    """Return the traffic of a block of which each node adds a part, for all."""
+    pieces = math.ceil(size / nodes / MESSAGE_BYTES)
+    moved = 2 * (nodes - 1) / nodes * size
+    return Traffic(2, 2 * (nodes - 1) * pieces, moved, moved)
+
+
+def blocks_between(size: float, nodes: int, per_node: int) -> tuple[int, Traffic]:
+    """Return how many blocks are reduced, and the traffic of all."""
+    in_node = "hierarchical" if per_node > 1 else "mpi"
+    rows = default_table(in_node, "", nodes * per_node)["allreduce"]
+    way = next(name for least, name in reversed(rows) if size >= least)
+    if way == "mpi":
+        return 1, reduced_by_mpi(size, nodes, per_node)
+    if way == "ordered":
+        # Blocks are in flight together: only of the first one there is a latency
+        return 1, added_in_parts(size, nodes)
+    blocks = math.ceil(size / BLOCK_BYTES)
+    part = size / blocks / per_node
+    if nodes > MOST_RANKS:
+        one = reduced_by_mpi(part, nodes)
+    else:
+        one = added_in_parts(part, nodes)
+    return blocks, one.at_once(per_node).times(blocks)
+
+
+def all_reduce_traffic(size: float, nodes: int, per_node: int = 1) -> Traffic:
+    """Return the traffic of an all-reduce, with its comparison."""
+    travels = size <= PAYLOAD_BYTES and nodes * per_node <= GATHERED_RANKS
+    _, data = blocks_between(size, nodes, per_node)
+    return compared(nodes, per_node) + (Traffic() if travels else data)
+
+
+def messages_of_all(size: float, nodes: int, per_node: int = 1) -> float:
+    """Return how many messages all ranks send in an all-reduce, within nodes too."""
+    ranks = nodes * per_node
+    if all_reduce_traffic(size, nodes, per_node) == compared(nodes, per_node):
+        return ranks * compared(ranks).messages
+    _, data = blocks_between(size, nodes, per_node)
+    if data == reduced_by_mpi(size, nodes, per_node):
+        return ranks * (compared(ranks) + reduced_by_mpi(size, ranks)).messages
+    return ranks * compared(ranks).messages + nodes * data.messages
+
+
 def all_reduce_seconds(
-    size: float, ranks: int, ranks_per_node: int, node: Level, network: Level
+    size: float,
+    ranks: int,
+    ranks_per_node: int,
+    node: Level,
+    network: Level,
+    cores: Cores | None = None,
 ) -> float:
     """Return how long an all-reduce should take."""
     nodes = math.ceil(ranks / ranks_per_node)
     inside = node.seconds(size) if min(ranks, ranks_per_node) > 1 else 0.0
-    if nodes == 1:
+    if nodes <= 1:
         return inside
-    blocks = max(1, math.ceil(size / BLOCK_BYTES))
-    hops = 2 * math.ceil(math.log2(nodes)) * network.latency
-    moved = 2 * (nodes - 1) / nodes * size / network.bandwidth
-    # While one block is on the network, the node works on the next
-    between = moved + hops * blocks
-    first = min(inside, between) / blocks
-    return max(inside, between) + first
+    blocks, data = blocks_between(size, nodes, ranks_per_node)
+    traffic = all_reduce_traffic(size, nodes, ranks_per_node)
+    seconds = traffic.seconds(network) + node.latency
+    if blocks > 1:
+        # While one block is on the network, the node works on the next
+        between = data.seconds(network)
+        seconds += max(inside - between, 0.0) + min(inside, between) / blocks
+    if cores is not None and ranks > cores.count:
+        messages = messages_of_all(size, nodes, ranks_per_node)
+        seconds = max(seconds, messages * cores.message_seconds / cores.count)
+    return seconds
 
 
 def measured(result: Mapping[str, Any]) -> dict[int, float]:
@@ -102,18 +241,27 @@ def wire_of(layouts: Sequence[Mapping[str, Any]]) -> Level:
     )
 
 
+def fit_cores(layouts: Sequence[Mapping[str, Any]], count: int) -> Cores:
+    """Return how long messages take a core, by the smallest sums over such nodes."""
+    found = []
+    for layout in layouts:
+        nodes, per_node = layout["nodes"], layout["ranks_per_node"]
+        size, seconds = min(measured(layout).items())
+        if nodes * per_node > count:
+            found.append(seconds * count / messages_of_all(size, nodes, per_node))
+    return Cores(count, statistics.median(found))
+
+
 def errors_between_nodes(
-    layouts: Sequence[Mapping[str, Any]], node: Level
+    layouts: Sequence[Mapping[str, Any]], node: Level, cores: Cores
 ) -> dict[str, dict[int, float]]:
     """Return by how much the model is off, by the layout and the bytes."""
     errors = {}
     for layout in layouts:
         nodes, per_node = layout["nodes"], layout["ranks_per_node"]
-        wire = wire_of([layout])
+        level, wire = (nodes * per_node, per_node, node), wire_of([layout])
         errors[f"{nodes} x {per_node}"] = {
-            size: all_reduce_seconds(size, nodes * per_node, per_node, node, wire)
-            / seconds
-            - 1
+            size: all_reduce_seconds(size, *level, wire, cores) / seconds - 1
             for size, seconds in measured(layout).items()
         }
     return errors
