@@ -29,7 +29,6 @@ what grows with the number of ranks, in the order in which it passes a limit.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import operator
@@ -41,12 +40,15 @@ from typing import Any
 import harness
 
 # isort: split
+import numpy as np
+
 from mpidist.comm.transports.base import MESSAGE_BYTES, MOST_RANKS
 from mpidist.comm.transports.tuning import default_table
 
+SLOWER = "25 Gbit/s, 20 us (assumed)"
 NETWORKS = {
     "100 Gbit/s, 2 us (assumed)": (2e-6, 12.5e9),
-    "25 Gbit/s, 20 us (assumed)": (20e-6, 3.125e9),
+    SLOWER: (20e-6, 3.125e9),
 }
 SIZES = {"1 MiB": 1 << 20, "ResNet-50, 102 MB": 102_228_128}
 RANKS = [2 << n for n in range(14)]  # to 16,384
@@ -56,6 +58,14 @@ LARGE_BYTES = 16 << 20  # for caches
 GATHERED_RANKS, GATHERED_BYTES, PAYLOAD_BYTES, REDUCED_BYTES = 16, 288, 256, 48
 DOUBLING_BYTES = 2048  # up to here MPICH does not halve
 HEADER_BYTES = 13  # of each message, by MPICH over TCP
+# What else grows: counted here by strace or timed, and assumed of a cluster
+IMPORT_CALLS = 4100  # of the file system, on names of files, by `import mpidist`
+OPEN_CALLS = 22  # by a dataset of one HDF5 file, see metadata.json
+SERVED_PER_SECOND = 50_000  # such calls, by the file system (assumed)
+OBJECT_SECONDS = 1e-6  # to unpickle what one rank has sent
+STEP_SECONDS = 0.1  # of which 1 % matters (assumed)
+COMPARISONS = 2  # in a step, of `run` and of an all-reduce
+DESCRIPTORS = 1024  # of a process, by default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +263,7 @@ def fit_cores(layouts: Sequence[Mapping[str, Any]], count: int) -> Cores:
 
 
 def errors_between_nodes(
-    layouts: Sequence[Mapping[str, Any]], node: Level, cores: Cores
+    layouts: Sequence[Mapping[str, Any]], node: Level, cores: Cores | None
 ) -> dict[str, dict[int, float]]:
     """Return by how much the model is off, by the layout and the bytes."""
     errors = {}
@@ -267,13 +277,121 @@ def errors_between_nodes(
     return errors
 
 
+@dataclasses.dataclass(frozen=True)
+class Growth:
+    """Something that grows with the number of ranks.
+
+    Args:
+      what: it is.
+      unit: of the limit.
+      limit: beyond which it hurts.
+      at: how much it is, by the number of ranks.
+    """
+
+    what: str
+    unit: str
+    limit: float
+    at: Callable[[int], float]
+
+    def as_dict(self, step: int) -> dict[str, Any]:
+        """Return where it passes the limit; None if not up to 16,384 ranks."""
+        found = (n for n in range(step, RANKS[-1] + 1, step) if self.at(n) > self.limit)
+        numbers = {str(n): self.at(n) for n in (RANKS[-5], RANKS[-1])}
+        first = next(found, None)
+        return dataclasses.asdict(self) | {"at": numbers, "ranks": first}
+
+
+def growths(
+    counts: Mapping[str, Any], per_node: int, node: Level, network: Level
+) -> list[Growth]:
+    """Return what grows; `counts` is a result of `bench_many_ranks`."""
+    factors = {(r["stage"], r["count"]): r["factors"] for r in counts["rows"]}
+    ranks = [job["ranks"] for job in counts["jobs"]]
+    slope, base = np.polyfit(ranks, [job["MiB"] for job in counts["jobs"]], 1)
+
+    def counted(stage: str, count: str, n: int) -> float:
+        return float(np.dot(factors[stage, count], [1, math.log2(n), n]))
+
+    def start(n: int) -> float:
+        rounds = counted("strategy", "calls of MPI", n) * math.log2(n)
+        size = counted("strategy", "bytes", n) + counted("dataset", "bytes", n)
+        return rounds * network.latency + size / network.bandwidth
+
+    def gradients(n: int) -> float:
+        nodes, size = n // per_node, SIZES["ResNet-50, 102 MB"]
+        if nodes < 2:
+            return 0.0
+        _, data = blocks_between(size, nodes, per_node)
+        return data.rounds * network.latency / (data.serial / network.bandwidth)
+
+    def comparing(n: int) -> float:
+        if n <= per_node:
+            return node.latency
+        return compared(n // per_node, per_node).seconds(network)
+
+    served = SERVED_PER_SECOND
+    return [
+        Growth(
+            "import mpidist, once per node, of one file server",
+            "s",
+            1.0,
+            lambda n: n / per_node * IMPORT_CALLS / served,
+        ),
+        Growth(
+            "all ranks open one HDF5 file at once",
+            "s",
+            1.0,
+            lambda n: n * OPEN_CALLS / served,
+        ),
+        Growth("messages of a strategy and a dataset at the start", "s", 1.0, start),
+        Growth(
+            "latencies of a sum of 102 MB, by the time of its bytes",
+            "x",
+            1.0,
+            gradients,
+        ),
+        Growth(
+            "comparisons of a step of 0.1 s",
+            "%",
+            1.0,
+            lambda n: 100 * COMPARISONS * comparing(n) / STEP_SECONDS,
+        ),
+        Growth(
+            "objects that a step of own generators gathers",
+            "%",
+            1.0,
+            lambda n: 100 * n * OBJECT_SECONDS / STEP_SECONDS,
+        ),
+        Growth(
+            "memory of a rank", "GiB", 1.0, lambda n: float(base + slope * n) / 1024
+        ),
+        Growth("all_gather of 1 MiB of each rank", "GiB", 0.999, lambda n: n / 1024),
+        Growth(
+            "connections of a rank, reproducible sums over TCP",
+            "",
+            DESCRIPTORS,
+            lambda n: n - 1.0,
+        ),
+    ]
+
+
+def what_breaks(
+    counts: Mapping[str, Any], per_node: int, node: Level, network: Level
+) -> list[dict[str, Any]]:
+    """Return what grows, in the order in which it passes its limit."""
+    found = growths(counts, per_node, node, network)
+    rows = [growth.as_dict(per_node) for growth in found]
+    return sorted(rows, key=lambda row: row["ranks"] or math.inf)
+
+
 def model(
     result: Mapping[str, Any],
     networks: Mapping[str, tuple[float, float]],
     per_node: int,
-    layouts: Sequence[Mapping[str, Any]] = (),
+    wires: Mapping[str, Any] | None = None,
+    counts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the fitted level, its errors, and all curves."""
+    """Return the fitted level, its errors, all curves, and what breaks first."""
     seconds = measured(result)
     node = fit(seconds)
     errors = {size: node.seconds(size) / found - 1 for size, found in seconds.items()}
@@ -291,10 +409,17 @@ def model(
         for name, size in SIZES.items()
         for network, numbers in networks.items()
     ]
+    cores, layouts = None, []
+    if wires is not None:
+        layouts = wires["layouts"]
+        cores = fit_cores(layouts, wires["machine"]["cores"])
+    ethernet = Level(*NETWORKS[SLOWER])
     return {
         "node": dataclasses.asdict(node),
+        "message_seconds_of_a_shared_core": cores and cores.message_seconds,
         "errors_by_bytes": errors,
-        "errors_between_nodes": errors_between_nodes(layouts, node),
+        "errors_between_nodes": errors_between_nodes(layouts, node, cores),
+        "breaks_first": what_breaks(counts, per_node, node, ethernet) if counts else [],
         "ranks_per_node": per_node,
         "networks": {
             n: dict(zip(("latency", "bandwidth"), v)) for n, v in networks.items()
@@ -302,6 +427,15 @@ def model(
         "curves": curves,
         "machine": result["machine"],
     }
+
+
+def show_growths(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print what breaks first."""
+    for row in rows:
+        passed = f"from {row['ranks']:,} ranks" if row["ranks"] else "not"
+        at = ", ".join(f"{n:.3g} at {int(ranks):,}" for ranks, n in row["at"].items())
+        limit = f"{row['limit']:.4g} {row['unit']}".strip()
+        print(f"{row['what']}: more than {limit} {passed} ({at})")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -312,18 +446,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = "latency in microseconds, and bandwidth in Gbit/s"
     add("--network", nargs=2, type=float, metavar=("US", "GBIT"), help=text)
     add("--wire", type=Path, help="JSON file of bench_network.py")
+    add("--counts", type=Path, help="JSON file of bench_many_ranks.py")
     options = parser.parse_args(arguments)
-    networks, layouts = dict(NETWORKS), []
+    networks, wires, counts = dict(NETWORKS), None, None
     if options.wire:
-        layouts = json.loads(options.wire.read_text())["layouts"]
-        level = wire_of(layouts)
+        wires = json.loads(options.wire.read_text())
+        level = wire_of(wires["layouts"])
         name = f"{level.bandwidth * 8e-9:.2g} Gbit/s, {level.latency * 1e6:.2g} us"
         networks[f"{name} (virtual)"] = dataclasses.astuple(level)
     if options.network:
         us, gbit = options.network
         networks[f"{gbit:g} Gbit/s, {us:g} us"] = (us * 1e-6, gbit * 1e9 / 8)
     result = json.loads(options.results.read_text())
-    found = model(result, networks, options.ranks_per_node, layouts)
+    if options.counts:
+        counts = json.loads(options.counts.read_text())
+    found = model(result, networks, options.ranks_per_node, wires, counts)
     node = found["node"]
     print(
         f"in a node: {node['latency'] * 1e6:.1f} us + bytes / "
@@ -339,6 +476,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{curve['size']}, {curve['network']}, {RANKS[-1]} ranks: "
             f"{curve['seconds'][-1] * 1e3:.3g} ms"
         )
+    show_growths(found["breaks_first"])
     if options.output:
         options.output.write_text(harness.as_text(found) + "\n")
 

@@ -196,6 +196,7 @@ class VirtualNodes:
       delay_seconds: how long a packet takes through a cable, two of which are between
         two nodes. See `delayed_cables`.
       burst: what passes a cable at once after a pause, in the words of tc.
+      buffer: what can wait in front of a cable; more is lost.
     """
 
     def __init__(
@@ -204,11 +205,13 @@ class VirtualNodes:
         rate: str | None = None,
         delay_seconds: float = 0.0,
         burst: str = "256kb",
+        buffer: str = "6mb",
     ):
         self._count = count
         self._rate = rate
         self._delay_seconds = delay_seconds
         self._burst = burst
+        self._buffer = buffer
         self._held = contextlib.ExitStack()
         self._switch = 0
         self.nodes: list[Node] = []
@@ -250,7 +253,7 @@ class VirtualNodes:
         _run(*enter, "ip", "-batch", "-", text=links)
         if self._rate is not None:
             limit = ["root", "tbf", "rate", self._rate, "burst", self._burst]
-            limit += ["latency", "50ms"]
+            limit += ["limit", self._buffer]
             _run(*enter, "tc", "qdisc", "add", "dev", "eth0", *limit)
             _run(*self._at_switch, "tc", "qdisc", "add", "dev", port, *limit)
 
