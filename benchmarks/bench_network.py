@@ -49,7 +49,9 @@ PROBE_BYTES = 32 << 20
 PINGS = 200
 
 
-def wire(comm: MPI.Intracomm, peer: int) -> tuple[float, float]:
+def wire(
+    comm: MPI.Intracomm, peer: int, size: int = PROBE_BYTES, pings: int = PINGS
+) -> tuple[float, float]:
     """Return bytes per second and seconds per message, from rank 0 to `peer`.
 
     By plain sockets, while the others wait. Collective.
@@ -61,31 +63,31 @@ def wire(comm: MPI.Intracomm, peer: int) -> tuple[float, float]:
             connection, _ = server.accept()
             with connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                bandwidth, latency = _measure(connection)
+                bandwidth, latency = _measure(connection, size, pings)
     elif comm.rank == peer:
         with socket.create_connection(comm.recv(source=0)) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _answer(connection)
+            _answer(connection, size, pings)
     measured: tuple[float, float] = comm.bcast((bandwidth, latency))
     return measured
 
 
-def _measure(connection: socket.socket) -> tuple[float, float]:
+def _measure(connection: socket.socket, size: int, pings: int) -> tuple[float, float]:
     start = time.perf_counter()
-    for _ in range(PINGS):
+    for _ in range(pings):
         connection.sendall(b"8 bytes.")
         connection.recv(8, socket.MSG_WAITALL)
-    latency = (time.perf_counter() - start) / PINGS / 2
+    latency = (time.perf_counter() - start) / pings / 2
     start = time.perf_counter()
-    connection.sendall(bytes(PROBE_BYTES))
+    connection.sendall(bytes(size))
     connection.recv(8, socket.MSG_WAITALL)
-    return PROBE_BYTES / (time.perf_counter() - start - latency), latency
+    return size / (time.perf_counter() - start - latency), latency
 
 
-def _answer(connection: socket.socket) -> None:
-    for _ in range(PINGS):
+def _answer(connection: socket.socket, size: int, pings: int) -> None:
+    for _ in range(pings):
         connection.sendall(connection.recv(8, socket.MSG_WAITALL))
-    left, block = PROBE_BYTES, bytearray(1 << 20)
+    left, block = size, bytearray(1 << 20)
     while left:
         left -= connection.recv_into(block, min(left, len(block)))
     connection.sendall(b"8 bytes.")
@@ -279,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--nodes", nargs="+", type=int, default=[2, 3, 4])
     add("--ranks-per-node", nargs="+", type=int, default=[1, 2])
     add("--rate", default="1gbit", help="of each cable, as tc writes it (1gbit)")
-    add("--delay", help="of each packet, as tc writes it: 1ms")
+    add("--delay", type=float, default=0.0, help="seconds that a cable takes")
     options = parser.parse_args(arguments)
     missing = virtual_nodes.what_is_missing()
     if missing:

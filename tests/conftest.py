@@ -275,8 +275,8 @@ def network() -> Iterator[Callable[..., virtual_nodes.VirtualNodes]]:
     skip_or_fail(why_no_network(), "GATE_NEED_NODES")
     with contextlib.ExitStack() as held:
 
-        def start(count: int, rate: str | None = None) -> virtual_nodes.VirtualNodes:
-            return held.enter_context(virtual_nodes.VirtualNodes(count, rate))
+        def start(*cables: Any) -> virtual_nodes.VirtualNodes:
+            return held.enter_context(virtual_nodes.VirtualNodes(*cables))
 
         yield start
 

@@ -58,6 +58,14 @@ if not os.fork():
     time.sleep(1000)
 """
 
+# The shortest time, in microseconds, from tcp_info of linux/tcp.h
+ROUND_TRIP = """
+import socket, struct
+connection = socket.create_connection(("node1", 514))
+info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 152)
+print(struct.unpack_from("I", info, 148)[0])
+"""
+
 
 def test_each_node_has_its_own_name_memory_and_processes(network):
     nodes = network(2)
@@ -79,6 +87,15 @@ def test_a_folder_is_shared_until_it_is_hidden(network, tmp_path):
     nodes[1].hide(tmp_path)
     assert nodes[1].run("ls", str(tmp_path)) == ""
     assert nodes[0].run("ls", str(tmp_path)) == "file\n"
+
+
+def test_cables_delay_what_they_carry(network):
+    """Nothing comes back earlier than four cables take: TCP has measured it."""
+    nodes = network(2, "100mbit", 0.01)
+    nodes.cut(1)
+    nodes.mend(1)
+    round_trip = nodes[0].run(sys.executable, "-I", "-c", ROUND_TRIP)
+    assert int(round_trip) >= 40_000
 
 
 def test_cables_have_the_rate_asked_for_and_can_be_cut(network):

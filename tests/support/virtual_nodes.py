@@ -35,6 +35,7 @@ _PACKAGE = "iproute2"
 _FUSE_PACKAGE = "bindfs"  # for `Node.delay_names`
 _PROGRAMS = ("ip", "tc", "unshare", "nsenter", "mount", "hostname")
 _REMOTE_SHELL = Path(__file__).with_name("remote_shell.py")
+_DELAYED_CABLES = Path(__file__).with_name("delayed_cables.py")
 _NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
 # Launchers name files of their daemons by process numbers, which nodes may share
 _TMPDIR = {"TMPDIR": "/run/tmp"}
@@ -192,22 +193,39 @@ class VirtualNodes:
       count: how many.
       rate: of each cable, in each direction, in the words of tc, like "1gbit"; None
         for as much as the machine carries.
-      delay: of each packet on its way into a cable, like "1ms"; needs netem in the
-        kernel.
+      delay_seconds: how long a packet takes through a cable, two of which are between
+        two nodes. See `delayed_cables`.
+      burst: what passes a cable at once after a pause, in the words of tc.
+      buffer: what can wait in front of a cable; more is lost.
     """
 
-    def __init__(self, count: int, rate: str | None = None, delay: str | None = None):
+    def __init__(
+        self,
+        count: int,
+        rate: str | None = None,
+        delay_seconds: float = 0.0,
+        burst: str = "256kb",
+        buffer: str = "6mb",
+    ):
         self._count = count
-        self._shape = _shape(rate, delay)
+        self._rate = rate
+        self._delay_seconds = delay_seconds
+        self._burst = burst
+        self._buffer = buffer
         self._held = contextlib.ExitStack()
         self._switch = 0
         self.nodes: list[Node] = []
 
     def __enter__(self) -> VirtualNodes:
         with contextlib.ExitStack() as held:
-            process, _ = _begin(["--net"], ["sh", "-c", _START_SWITCH])
+            process, _ = _begin(["unshare", "--net", "sh", "-c", _START_SWITCH])
             held.callback(process.communicate)  # which ends its input
             self._switch = process.pid
+            if self._delay_seconds:
+                cables = [sys.executable, "-I", "-S", str(_DELAYED_CABLES)]
+                numbers = [str(self._count), str(self._delay_seconds)]
+                process, _ = _begin([*self._at_switch, *cables, *numbers])
+                held.callback(process.communicate)
             addresses = [f"10.77.0.{10 + number}" for number in range(self._count)]
             hosts = "127.0.0.1 localhost\n" + "".join(
                 f"{address} node{i}\n" for i, address in enumerate(addresses)
@@ -225,17 +243,19 @@ class VirtualNodes:
 
     def _connect(self, number: int, node: Node) -> None:
         """Put a cable between the switch and a node."""
-        port = f"port{number}"
-        self._in_switch(
-            f"link add {port} type veth peer name eth0 netns {node.pid}",
-            f"link set {port} master switch up",
-        )
+        port, inside = f"port{number}", f"eth0 netns {node.pid}"
+        cable = f"link add {port} type veth peer name {inside}"
+        if self._delay_seconds:
+            cable = f"link set wire{number} name {inside}"
+        self._in_switch(cable, f"link set {port} master switch up")
         enter = ["nsenter", f"--target={node.pid}", "--net"]
         links = f"addr add {node.address}/24 dev eth0\nlink set eth0 up\nlink set lo up"
         _run(*enter, "ip", "-batch", "-", text=links)
-        for qdisc in self._shape:
-            _run(*enter, "tc", "qdisc", "add", "dev", "eth0", *qdisc)
-            _run(*self._at_switch, "tc", "qdisc", "add", "dev", port, *qdisc)
+        if self._rate is not None:
+            limit = ["root", "tbf", "rate", self._rate, "burst", self._burst]
+            limit += ["limit", self._buffer]
+            _run(*enter, "tc", "qdisc", "add", "dev", "eth0", *limit)
+            _run(*self._at_switch, "tc", "qdisc", "add", "dev", port, *limit)
 
     @property
     def _at_switch(self) -> list[str]:
@@ -396,31 +416,21 @@ class Job:
         )
 
 
-def _shape(rate: str | None, delay: str | None) -> list[list[str]]:
-    """Return what tc puts on both ends of a cable."""
-    limit = ["tbf", "rate", rate or "", "burst", "256kb", "latency", "50ms"]
-    if delay is None:
-        return [["root", *limit]] if rate else []
-    first = ["root", "handle", "1:", "netem", "delay", delay, "limit", "100000"]
-    return [first, ["parent", "1:", *limit]] if rate else [first]
-
-
 def _start_node(name: str, address: str, hosts: str) -> Node:
     shell = [sys.executable, str(_REMOTE_SHELL)]
     command = ["sh", "-c", _START_NODE, "sh", name, hosts, *shell]
-    process, pid = _begin([*_NAMESPACES, "--fork", "--kill-child"], command)
+    unshare = ["unshare", *_NAMESPACES, "--fork", "--kill-child"]
+    process, pid = _begin([*unshare, *command])
     return Node(name, address, pid, process)
 
 
-def _begin(
-    namespaces: Sequence[str], command: Sequence[str]
-) -> tuple[subprocess.Popen[str], int]:
-    """Start the first process of namespaces; return it, and the number it prints.
+def _begin(command: Sequence[str]) -> tuple[subprocess.Popen[str], int]:
+    """Start a process that namespaces need; return it, and the number it prints.
 
     It ends at the end of its input, so with this process at the latest.
     """
     process = subprocess.Popen(
-        ["unshare", *namespaces, *command],
+        command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -452,7 +462,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--nodes", type=int, default=2)
     add("--ranks-per-node", type=int, default=1)
     add("--rate", help="of each cable, as tc writes it: 1gbit")
-    add("--delay", help="of each packet, as tc writes it: 1ms")
+    add("--delay", type=float, default=0.0, help="seconds that a cable takes")
     add("command", nargs="*", metavar="ARGUMENT", help="a Python script and its own")
     options = parser.parse_args(arguments)
     missing = install() if options.install else what_is_missing()
