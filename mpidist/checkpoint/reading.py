@@ -44,6 +44,7 @@ from mpidist.checkpoint.tree import (
     Piece,
     original_dtype,
 )
+from mpidist.errors import CheckpointError
 from mpidist.hdf5.index import contiguous_offset
 from mpidist.strategy.extended import StrategyExtended
 
@@ -166,6 +167,11 @@ class _Reader:
         kind, role = _attributes(dataset)
         if kind not in (*SCALARS, "array"):
             raise ValueError(f"dataset {path!r} has kind {kind!r}")
+        if _has_foreign_floats(dataset.id.get_type()):
+            raise CheckpointError(
+                f"{self._name}: {path.strip('/')!r} has long doubles of another kind "
+                "of processor; convert them to float64 where they were saved"
+            )
         if dataset.is_virtual:
             return self._split_leaf(dataset, path, kind, role)
         return self._plain_leaf(dataset, path, kind, role)
@@ -246,6 +252,20 @@ class _Reader:
             pieces.append(Piece(piece.file, start, piece.offset, piece.checks))
             start += piece.size
         return tuple(pieces)
+
+
+def _has_foreign_floats(kind: Any) -> bool:
+    """Return whether a type of HDF5 has long doubles that this processor lacks.
+
+    They may have as many bytes, so NumPy would take them for its own.
+    """
+    if isinstance(kind, h5py.h5t.TypeCompoundID):
+        members = map(kind.get_member_type, range(kind.get_nmembers()))
+        return any(map(_has_foreign_floats, members))
+    if isinstance(kind, h5py.h5t.TypeArrayID):
+        return _has_foreign_floats(kind.get_super())
+    is_long = isinstance(kind, h5py.h5t.TypeFloatID) and kind.get_size() > 8
+    return is_long and kind.get_fields() != h5py.h5t.NATIVE_LDOUBLE.get_fields()
 
 
 def _attributes(node: Any) -> tuple[str, str]:

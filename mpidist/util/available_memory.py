@@ -6,15 +6,19 @@ Also sizes of memory: cache lines, and texts.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# Of a cache line. Arrays in one memory begin at lines of their own, so that writers do
-# not share lines
-LINE_BYTES = 64
+# Of the longest cache lines, A64FX's (x86 has 64, and fetches two at a time). Arrays in
+# one memory begin at lines of their own, so that writers do not share lines. It is the
+# same on all machines, as ranks divide arrays by it
+LINE_BYTES = 256
+# What is allocated on one socket or another. Arm's may have 64 KiB
+PAGE_BYTES = mmap.PAGESIZE
 # Control groups, versions 2 and 1: the controller, the mount point, the files of the
 # limit and of the memory in use, and the prefix of cached files in memory.stat (cached
 # files count as in use, but can be dropped)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import mpidist
+from mpidist.checkpoint import tree
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -172,9 +173,8 @@ def is_value(dtype):
         base, shape = dtype.subdtype
         return is_value(base) * int(np.prod(shape))
     if dtype.names is None:
-        return ([True] * 10 + [False] * 6) * ("gG".find(dtype.char) + 1) or (
-            [True] * dtype.itemsize
-        )
+        number = [i < 10 or np.finfo("g").nmant > 63 for i in range(16)]
+        return number * ("gG".find(dtype.char) + 1) or [True] * dtype.itemsize
     found = [False] * dtype.itemsize
     for field, start, *_ in dtype.fields.values():
         found[start : start + field.itemsize] = is_value(field)
@@ -229,3 +229,51 @@ def test_padding_is_no_difference(strategy, comm, mpi_tmp_path, name, count):
         raw[-1, 0] += comm.rank
         with pytest.raises(mpidist.MismatchError, match="array"):
             checkpoint.write(mpi_tmp_path / "x")
+
+
+def float_of(digits, largest):
+    """Return HDF5's type of numbers in 16 bytes, with so many binary digits."""
+    kind, exponent = h5py.h5t.IEEE_F64LE.copy(), largest.bit_length() + 1
+    kind.set_size(16)
+    kind.set_precision(digits + exponent + 1)
+    kind.set_fields(digits + exponent, digits, exponent, 0, digits)
+    kind.set_ebias(largest)
+    return kind
+
+
+@pytest.mark.parametrize("place", ["small", "large", "parts", "field", "complex"])
+@pytest.mark.parametrize("digits", [112, 100, 52])
+def test_long_doubles_of_another_processor_are_refused(
+    strategy, comm, mpi_tmp_path, monkeypatch, digits, place
+):
+    """In as many bytes, x86 has 64 binary digits and Arm 113."""
+    theirs = kind = float_of(digits - (digits == np.finfo("g").nmant), 16383)
+    value = np.ones(10_000 if place == "large" else 3, "g")
+    if place == "field":
+        value = value.astype([("a", "i4"), ("b", "g")])
+        theirs = h5py.h5t.create(h5py.h5t.COMPOUND, 20)
+        theirs.insert(b"a", 0, h5py.h5t.NATIVE_INT32)
+        theirs.insert(b"b", 4, kind)
+    elif place == "complex":
+        value = value.astype("G")
+        theirs = h5py.h5t.create(h5py.h5t.COMPOUND, 32)
+        theirs.insert(b"r", 0, kind)
+        theirs.insert(b"i", 16, kind)
+    elif place == "parts":
+        value = mpidist.PerReplica((value,))
+    dtype = np.dtype(value.values[0].dtype if place == "parts" else value.dtype)
+    assert tree.storage(dtype) == tree.Storage()  # which is remembered
+    ours = h5py.h5t.py_create
+
+    def create(given, **options):
+        return theirs if given == dtype else ours(given, **options)
+
+    checkpoint = mpidist.Checkpoint(strategy=strategy, a=1.0, kept={"w": value})
+    with monkeypatch.context() as patched:
+        patched.setattr(h5py.h5t, "py_create", create)
+        path = checkpoint.write(mpi_tmp_path / "x")
+    checkpoint.a = 2.0
+    with pytest.raises(mpidist.CheckpointError, match=r"long double.*float64") as info:
+        checkpoint.restore(path)
+    assert "damaged" not in str(info.value)
+    assert checkpoint.a == 2.0

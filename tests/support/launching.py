@@ -18,7 +18,12 @@ from mpi4py import MPI
 
 # What launchers leave in the environment, and what would confuse an inner one
 _LAUNCHER_PREFIXES = ("PMI", "OMPI_", "PRTE_", "HYDRA", "MPI_", "MPIR_", "SLURM_")
-_KEPT_PREFIXES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "PRTE_MCA_rmaps")
+_KEPT_PREFIXES = (
+    "OMPI_ALLOW_RUN_AS_ROOT",
+    "OMPI_MCA_",
+    "PRTE_MCA_rmaps",
+    "MPIR_CVAR_",
+)
 # Ends true hangs only: jobs take a second or two, and many times that on a busy machine
 HANG_SECONDS = 600.0
 # A launcher without ranks is left so many looks of that length

@@ -25,9 +25,14 @@ from mpidist.comm.consensus.waiting import (
     least_pause,
     pause_seconds,
 )
-from mpidist.util.available_memory import LINE_BYTES, available_cores, round_up
+from mpidist.util.available_memory import (
+    LINE_BYTES,
+    PAGE_BYTES,
+    available_cores,
+    round_up,
+)
 
-_FRAME_BYTES = 4096
+_ALIASED_BYTES = 4096  # see `_lay_out`
 _SLOTS = 3
 _SPINS = 1000  # of 50 nanoseconds
 _YIELD_SECONDS = 1e-4
@@ -38,8 +43,9 @@ def memory_fence() -> Callable[[], None]:
     """Return what orders this process's loads and stores: MPI_Win_sync.
 
     MPI promises that for windows in shared memory (MPI-4.1, section 12.7). MPICH and
-    Open MPI execute a full fence of the processor, which orders all memory, so one
-    small window of this process is enough. It stays until the end.
+    Open MPI execute a full fence of the processor (on Arm, `dmb ish`), which orders all
+    memory, so one small window of this process is enough. It stays until the end. It
+    has to be of shared memory: Open MPI's windows over RDMA have no fence.
     """
     window = MPI.Win.Allocate_shared(LINE_BYTES, 1, comm=MPI.COMM_SELF)
     window.Lock_all(MPI.MODE_NOCHECK)  # MPI_Win_sync needs an epoch
@@ -113,7 +119,7 @@ class NodeBarrier:
     def count_bytes(ranks: int, page_bytes: int, slot_bytes: int = 0) -> int:
         """Return how much memory a barrier of so many ranks needs."""
         last = _lay_out(round_up(page_bytes), round_up(slot_bytes))[-1].stop
-        return ranks * round_up(last, _FRAME_BYTES)
+        return ranks * round_up(last, PAGE_BYTES)
 
     def wait(
         self,
@@ -209,7 +215,7 @@ def _lay_out(page_bytes: int, slot_bytes: int) -> list[slice]:
     """
     pieces, end = [], LINE_BYTES
     for size in (page_bytes, page_bytes, *[slot_bytes] * _SLOTS):
-        start = round_up(end, _FRAME_BYTES) + _FRAME_BYTES // 2
+        start = round_up(end, _ALIASED_BYTES) + _ALIASED_BYTES // 2
         end = start + size
         pieces.append(slice(start, end))
     return pieces

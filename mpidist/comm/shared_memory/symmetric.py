@@ -13,10 +13,9 @@ from mpi4py import MPI
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.shared_memory.node import advice, lay_out, map_together
 from mpidist.errors import ArgumentError
-from mpidist.util.available_memory import as_text, round_up
+from mpidist.util.available_memory import PAGE_BYTES, as_text, round_up
 from mpidist.util.buffers import Field
 
-_PAGE_BYTES = 4096
 # Offset of arrays in a page: other arrays usually begin at its start, and processors
 # first compare only the last 12 bits of addresses
 _FIRST_BYTE = 2048
@@ -68,7 +67,7 @@ class SymmetricMemory:
         """
         *starts, end = lay_out(fields, _FIRST_BYTE)
         # Whole pages, so that the parts of all ranks begin alike in a page
-        part_bytes = round_up(end, _PAGE_BYTES)
+        part_bytes = round_up(end, PAGE_BYTES)
         size_bytes = part_bytes * self._node.Get_size()
 
         def require_free(where: str, free: int) -> None:

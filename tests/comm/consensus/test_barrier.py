@@ -40,7 +40,7 @@ def read(barrier, rank):
 
 
 def test_pages_are_what_each_rank_wrote_before_it_came(comm, barrier):
-    assert barrier.page_bytes == 128
+    assert barrier.page_bytes == 256
     for meeting in range(200):
         write(barrier, 1000 * meeting + comm.rank)
         barrier.wait()
