@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mpidist.comm.collectives.outputs import Results, StepResults
+from mpidist.util.available_memory import LINE_BYTES
 
 LIKE = np.zeros(3, "f4")
 LARGE = 100_000  # of elements
@@ -36,7 +37,7 @@ def test_results_of_a_step_lie_behind_each_other():
     results = StepResults()
     results.begin(4 * LARGE, LIKE)
     parts = [results.empty(size, LIKE, dtype) for size, dtype in ((7, "f8"), (9, "i2"))]
-    assert address(parts[1]) - address(parts[0]) == 64
+    assert address(parts[1]) - address(parts[0]) == LINE_BYTES
     large = results.empty(LARGE, LIKE)  # for which there is no more room
     assert not any(np.shares_memory(large, part) for part in parts)
     parts[0][...], parts[1][...] = 1, 2
