@@ -199,6 +199,9 @@ _ANNOUNCE_PART = 8
 _PASS_ON_SECONDS = 0.25
 _COLLECT_CALLS = 1000
 _LAST_PLACE = sys.maxsize  # after all others: a wait without announcements
+# A call of MPI moves on some of the data that has arrived, but not all: so often a rank
+# calls it before it sleeps
+_PROGRESS_CALLS = 5
 # A waiting rank listens to the others at such intervals: as often as it looks at its
 # requests, that would take as long as the sums of gradients
 _LISTEN_SECONDS = 0.01
@@ -417,6 +420,8 @@ class RequestWaiter:
                 if math.isinf(deadline):
                     self._departures.waiter = threading.get_ident()
                 listens_at = now + interval
+            for _ in range(_PROGRESS_CALLS):
+                self._comm.Iprobe(tag=Tag.DEPARTURE)
             time.sleep(pause_seconds(now - start, self._departures.least_pause))
             now = time.monotonic()
 
