@@ -1,8 +1,9 @@
-"""Under QEMU these cannot show a missing fence that the stronger order of x86 hides.
+"""Under QEMU on x86 these cannot show that a fence is missing.
 
-There, loads overtake earlier stores, and nothing else does, so that only the test of
-store buffering could fail. On a real Arm, whose stores overtake stores and whose loads
-overtake loads, each of them can.
+x86 keeps stores in order, and loads; only a load may overtake an earlier store. Between
+the two, Python takes longer than a store needs: without any fence, 30,000 rounds passed
+on x86. On a real Arm, whose stores overtake stores and whose loads overtake loads, each
+test can fail. What they show everywhere: waits and flags are at the right place.
 """
 
 import os
