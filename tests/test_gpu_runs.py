@@ -78,8 +78,10 @@ def test_what_is_left_is_done_by_the_next_call(runs):
     assert run.failed == [
         f"{part}, 2 ranks: was not run: no time was left" for part in ("tune", "limit")
     ]
+    run, ran = runs.start(5, "--go-on", "--parts", "tune")  # the other is asked later
+    assert (run.is_over, run.failed, ran) == (True, [], ["tune"])
     run, ran = runs.start(5, "--go-on")
-    assert (run.is_over, run.failed, ran) == (True, [], ["tune", "limit"])
+    assert (run.is_over, run.failed, ran) == (True, [], ["limit"])
     for _ in range(2):
         run, ran = runs.start(5, "--go-on")
         assert (run.is_over, run.failed, ran) == (True, [], [])
@@ -129,6 +131,16 @@ print("7 passed, 3 deselected in 1.0s")
     assert runs.result["failures"] == [f"test_x.py::test_{name}" for name in "abc"]
     (tests,) = runs.result["contract"].values()
     assert (tests["passed"], tests["failed"]) == (7, 3)
+
+
+def test_tests_without_their_library_are_no_failure(runs):
+    """Of a file that is skipped whole, pytest says that it has no tests."""
+    script = 'print("1 skipped in 0.1s"); raise SystemExit(5)'
+    runs.code, runs.arguments = {"contract": script}, ["pytest"]
+    run, _ = runs.start(5)
+    assert (run.is_over, run.failed) == (True, [])
+    (tests,) = runs.result["contract"].values()
+    assert (tests["passed"], tests["skipped"]) == (0, 1)
 
 
 def test_the_tests_of_gpus_are_found():
