@@ -41,6 +41,7 @@ from mpidist.launch.mpi_defaults import (
 from mpidist.monitor import statistics, timeline
 from mpidist.resilience.watchdog import abort_job
 from mpidist.util import logs
+from mpidist.util.available_memory import available_cores
 from mpidist.util.forks import is_forked
 from mpidist.util.settings import hang_seconds
 from mpidist.util.tracebacks import fold
@@ -53,6 +54,7 @@ _LOOK_SECONDS = 0.02
 # How long the reporting rank waits before, since the job may be ending already, and
 # after, so that other ranks with the same error stay silent
 _REPORT_SECONDS = 0.3
+# Of MPI_Finalize, for each rank that shares a core: 256 ranks on 2 cores take 15 s
 _FINALIZE_SECONDS = 3.0
 _has_left = False
 
@@ -199,7 +201,8 @@ def _finalize_in_time() -> None:
 
     ending = threading.Thread(target=finalize, daemon=True)
     ending.start()
-    ending.join(_FINALIZE_SECONDS)
+    ranks = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1))
+    ending.join(_FINALIZE_SECONDS * max(1.0, ranks / len(available_cores())))
 
 
 def _report_and_abort(

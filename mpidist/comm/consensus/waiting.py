@@ -32,7 +32,6 @@ Requests = MPI.Request | list[MPI.Request]
 _MOST_BYTES = 2000  # so small a message is sent eagerly
 _MOST_DIRECT = 16
 
-
 # So many ranks of a core do not keep it busy by looking for each other
 _MANY_RANKS = 5
 # What a rank that shares its core needs to look once: its caches hold others' data
