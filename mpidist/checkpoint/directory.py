@@ -3,6 +3,10 @@
 One job at a time may save under a name. It holds a lock on its latest checkpoint until
 it ends or its strategy is closed. The serial in the header orders the checkpoints,
 whatever their numbers and times.
+
+A file is ours if it begins as those of checkpoints do; no other is replaced or removed,
+whatever its name. A shard is removed only if no index of the directory needs it, under
+whatever name, and nobody writes it.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -23,6 +27,7 @@ from mpidist.checkpoint.format import (
     is_begun,
     is_locked,
     read_header,
+    read_shard,
 )
 from mpidist.checkpoint.reading import read_tree
 from mpidist.errors import ArgumentError, CheckpointError
@@ -30,10 +35,13 @@ from mpidist.launch.launchers import SCHEDULERS
 from mpidist.util import validation
 from mpidist.util.files import (
     SHARD_PATTERN,
-    is_abandoned,
+    AtomicFile,
+    identity,
+    is_running,
     open_regular,
     shard_name,
     sync_directory,
+    writer_of,
 )
 from mpidist.util.mounts import lateness
 from mpidist.util.notices import warn
@@ -41,9 +49,10 @@ from mpidist.util.notices import warn
 SUFFIX = ".h5"
 # How long a network file system may show a node an old list of a directory
 LOOK_SECONDS = 10.0
+# A save cannot take longer, where nothing else tells whether it has ended
+_LONGEST_SAVE_SECONDS = 86_400.0
 _LONGEST = 128  # bytes of a name: shards and temporary files add to it
-_SHARD = rf"-(?P<token>[0-9a-f]{{8}}){SHARD_PATTERN}"
-_AFTER_STEM = re.compile(_SHARD + re.escape(SUFFIX))
+_SHARD = rf"-[0-9a-f]{{8}}{SHARD_PATTERN}"
 
 
 class Known(NamedTuple):
@@ -99,9 +108,9 @@ def require_name(name: str) -> str:
     return name
 
 
-def shard_names(index: Path, token: str, count: int) -> list[str]:
-    """Return the names of all shards; the token is unique to one save."""
-    stem = f"{index.stem}-{token}"
+def shard_names(index: Path, id: str, count: int) -> list[str]:
+    """Return the names of all shards of a save; they begin with a part of its id."""
+    stem = f"{index.stem}-{id[:8]}"
     return [shard_name(stem, rank, count, SUFFIX) for rank in range(count)]
 
 
@@ -116,8 +125,16 @@ def find_names(directory: Path) -> set[str]:
     return {
         match["name"]
         for match in matches
-        if match and not shard.fullmatch(match[0]) and is_begun(directory / match[0])
+        if match and not shard.fullmatch(match[0]) and _may_be(directory / match[0])
     }
+
+
+def _may_be(path: Path) -> bool:
+    """Return whether a file may be a checkpoint: it begins as one, or is unreadable."""
+    try:
+        return is_begun(path)
+    except CheckpointError:
+        return True
 
 
 def find(
@@ -280,49 +297,171 @@ def next_serial(
     return (newest.serial + 1 if is_numbered else 1), existing
 
 
-def remove_checkpoint(index: Path) -> None:
-    """Remove a checkpoint, its index first: the rest is then no checkpoint."""
-    removal.remove(index)
-    remove_other_shards(index, "")
+class Replaced(NamedTuple):
+    """The checkpoint at the path of another one.
+
+    Args:
+      file: device and inode of its index.
+      needs: see `Header`.
+    """
+
+    file: tuple[int, int]
+    needs: frozenset[str]
 
 
-def remove_other_shards(index: Path, token: str) -> None:
-    """Remove the shards of earlier checkpoints at the same path."""
-    for file in _names(index.parent):
-        is_ours = file.startswith(index.stem)
-        match = _AFTER_STEM.fullmatch(file, len(index.stem)) if is_ours else None
-        if match and match["token"] != token and not is_locked(index.parent / file):
-            removal.remove(index.parent / file)
+def find_replaced(index: Path) -> Replaced | None:
+    """Return the checkpoint at a path; None if there is nothing.
+
+    Raises:
+      CheckpointError: another file is there.
+      OSError: it cannot be looked at.
+    """
+    try:
+        file = identity(index)
+    except FileNotFoundError:
+        return None
+    with contextlib.suppress(CheckpointError):
+        if is_begun(index):
+            header = Header(1)
+            with contextlib.suppress(CheckpointError):  # a damaged one is ours, too
+                header = read_header(index)
+            if header.is_index:
+                return Replaced(file, header.needs)
+    raise CheckpointError(
+        f"{index}: there is a file of that name that is no checkpoint, and it is not "
+        "replaced; move it away, or save under another name"
+    )
 
 
-def remove_leftovers(directory: Path, name: str, in_use: Iterable[str] = ()) -> None:
-    """Remove leftovers of dead jobs: temporary files, and shards without an index.
+def publish(file: AtomicFile, replaced: Replaced | None) -> None:
+    """Give an index its name: from now on the checkpoint exists.
+
+    Args:
+      file: of the index, complete.
+      replaced: of `find_replaced`, before the save.
+
+    Raises:
+      CheckpointError: something else is there now; the file did not get its name.
+      OSError: it did not get its name, as far as one can see.
+    """
+    with contextlib.suppress(FileExistsError, FileNotFoundError):
+        if replaced is None or identity(file.path) == replaced.file:
+            file.publish(replaces=replaced is not None)
+            return
+    raise CheckpointError(
+        f"{file.path}: another job has saved or removed it meanwhile; only one job at "
+        "a time may save under a name"
+    )
+
+
+def remove_checkpoints(indexes: Sequence[Path], in_use: Container[str]) -> None:
+    """Remove checkpoints of one directory: first the indexes, then their shards.
+
+    `in_use`: see `remove_useless`.
+    """
+    ended: frozenset[str] = frozenset()
+    for index in indexes:
+        with contextlib.suppress(CheckpointError, OSError):
+            ended |= _needs(index)
+        removal.remove(index)
+    if indexes:
+        stems = "|".join(re.escape(index.stem) for index in indexes)
+        remove_useless(indexes[0].parent, stems, in_use, ended)
+
+
+def stems_of(name: str) -> str:
+    """Return a regular expression for the indexes of a manager, without suffixes."""
+    return rf"{re.escape(name)}-\d+"
+
+
+def remove_useless(
+    directory: Path,
+    stems: str,
+    in_use: Container[str],
+    ended: frozenset[str] = frozenset(),
+) -> None:
+    """Remove shards without an index, and what dead jobs did not complete.
 
     Args:
       directory: of the checkpoints.
-      name: of the checkpoints.
-      in_use: tokens of the saves in progress in this process.
+      stems: a regular expression for the names of their indexes, without suffixes.
+      in_use: ids of the saves in progress in this process.
+      ended: the needs of indexes that this job has removed or replaced.
     """
-    stem = rf"(?P<stem>{re.escape(name)}-\d+)"
-    shard = re.compile(stem + _SHARD + re.escape(SUFFIX))
-    any_file = rf"{stem}({_SHARD})?{re.escape(SUFFIX)}"
+    end = re.escape(SUFFIX)
+    shard = re.compile(f"(?P<stem>{stems}){_SHARD}{end}")
     names = _names(directory)
-    for file in names:
-        match = shard.fullmatch(file)
-        is_leftover = match is not None and match["token"] not in in_use
-        if match and is_leftover and f"{match['stem']}{SUFFIX}" in names:
-            is_leftover = _is_of_another(directory / f"{match['stem']}{SUFFIX}", file)
-        is_leftover = is_leftover or is_abandoned(file, any_file)
-        # A running job, on any host, locks what it writes
-        if is_leftover and not is_locked(directory / file):
-            remove(directory / file)
+    needed: tuple[set[str], set[str]] | None = None
+    for name in names:
+        path = directory / name
+        writer = writer_of(name, f"(?:{stems})(?:{_SHARD})?{end}")
+        if writer is not None and _is_dead(path, writer):
+            removal.remove(path, is_empty=True)
+        match = shard.fullmatch(name)
+        if match is None:
+            continue
+        try:
+            header, found = read_shard(path)
+        except CheckpointError:
+            continue
+        marks = found.marks(header.id)
+        if header.is_index or header.id in in_use:
+            continue
+        needed = needed or _find_needed(directory, names)
+        if match["stem"] in needed[1] or marks & needed[0]:
+            continue
+        if marks & ended or _is_dead(path, header.writer):
+            removal.remove(path)
 
 
-def _is_of_another(index: Path, shard: str) -> bool:
-    """Return whether an index is valid and does not list the shard."""
+def _find_needed(directory: Path, names: Iterable[str]) -> tuple[set[str], set[str]]:
+    """Return the marks of shards that indexes need, and stems of unreadable indexes."""
+    marks: set[str] = set()
+    unreadable: set[str] = set()
+    for name in names:
+        path = directory / name
+        if not name.endswith(SUFFIX):
+            continue
+        try:
+            marks |= _needs(path)
+        except MissingError:
+            continue
+        except (CheckpointError, OSError):
+            unreadable.add(path.stem)
+    return marks, unreadable
+
+
+# By path: the file's identity and times, and the marks of what it needs
+_needs_known: dict[Path, tuple[tuple[int, ...], frozenset[str]]] = {}
+
+
+def _needs(path: Path) -> frozenset[str]:
+    """Return the marks of the shards that a file needs; none if it is no index."""
+    now = _identity(path.stat())
+    known = _needs_known.get(path)
+    if known is None or known[0] != now:
+        header = read_header(path) if is_begun(path) else Header(0)
+        marks = header.needs if header.is_index else frozenset()
+        if len(_needs_known) >= _MOST_INSPECTED:
+            _needs_known.clear()
+        known = _needs_known[path] = now, marks
+    return known[1]
+
+
+def _is_dead(path: Path, writer: tuple[str, int] | None) -> bool:
+    """Return whether nobody writes a file any more, or holds it."""
+    is_held = is_locked(path)  # on any host
+    if is_held:
+        return False
+    is_alive = is_running(*writer) if writer else None
+    if is_alive is not None:
+        return not is_alive
+    if is_held is False:
+        return True
+    # Of another host, where there are no locks
     try:
-        return shard not in {listed.name for listed in read_header(index).shards}
-    except CheckpointError:
+        return time.time() - path.stat().st_mtime > _LONGEST_SAVE_SECONDS
+    except OSError:
         return False
 
 
@@ -343,12 +482,6 @@ def make_directory(directory: Path) -> None:
         sync_directory(directory.parent)
 
 
-def remove(path: Path) -> None:
-    """Remove a file; errors are ignored."""
-    with contextlib.suppress(OSError):
-        path.unlink()
-
-
 class Removal:
     """Removes files: their names at once, their blocks in a thread.
 
@@ -358,18 +491,27 @@ class Removal:
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
 
-    def remove(self, path: Path) -> None:
-        """Remove a file; errors are ignored."""
-        try:
+    def remove(self, path: Path, *, is_empty: bool = False) -> None:
+        """Remove a file if it is ours, or empty where `is_empty`; ignore errors."""
+        with contextlib.suppress(CheckpointError, OSError):
+            is_ours = is_begun(path) or (is_empty and not path.stat().st_size)
+            if not is_ours:
+                return
             # An open descriptor delays the freeing of the blocks
             descriptor = open_regular(path)
-        except OSError:
-            remove(path)
-            return
-        remove(path)
+            try:
+                path.unlink()
+            finally:
+                self._close(descriptor)
+
+    def _close(self, descriptor: int) -> None:
         thread = threading.Thread(target=os.close, args=(descriptor,), daemon=True)
-        thread.start()
-        self._threads.append(thread)
+        try:
+            thread.start()
+        except RuntimeError:  # there may be no more threads
+            os.close(descriptor)
+        else:
+            self._threads.append(thread)
 
     def wait(self) -> None:
         """Wait until the blocks of removed files are free."""
@@ -399,6 +541,7 @@ def _describe_job() -> str:
 
 
 JOB = _describe_job()
+WRITER = os.uname().nodename, os.getpid()  # see `Header`
 
 
 class _Held(NamedTuple):

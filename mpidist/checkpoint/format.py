@@ -22,7 +22,7 @@ import re
 import struct
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -42,7 +42,7 @@ from mpidist.checkpoint.tree import (
 )
 from mpidist.errors import CheckpointError
 from mpidist.hdf5.shard_writer import escape_source
-from mpidist.util.files import open_regular, replace_file
+from mpidist.util.files import AtomicFile, open_regular, read_fully
 
 FORMAT = 1
 _FIRST = "mpidist checkpoint {}, header of {:012} bytes, crc32 {:08x}\n"
@@ -56,7 +56,7 @@ _LARGEST_BYTES = 64 << 20
 LARGEST_STRUCTURE_BYTES = 1 << 30
 _SMALLEST = 4096  # the alignment of arrays, which HDF5 asks for
 # Bytes of JSON at most: the fixed part, one block, one shard without its name
-_FIXED_BYTES, _DATA_BYTES, _SHARD_BYTES = 1800, 60, 80
+_FIXED_BYTES, _DATA_BYTES, _SHARD_BYTES = 2400, 60, 80
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +66,10 @@ class Shard:
     name: str
     size: int
     crc32: int
+
+    def marks(self, id: str) -> frozenset[str]:
+        """Return what tells which index it belongs to; older ones have no id."""
+        return frozenset([f"{self.name} {self.crc32:08x}", id]) - {""}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +86,8 @@ class Header:
       preserved: of the manager that saved it: serial and time of the latest checkpoint
         that was preserved for its hours; None in older files and of other saves.
       milliseconds: how long the save took; 0 in shards and in older files.
+      id: of the save; the shards have that of their index. Empty in older files.
+      writer: host and process that wrote the file; None in older files.
     """
 
     serial: int
@@ -92,6 +98,18 @@ class Header:
     job: str = ""
     preserved: tuple[int, float] | None = None
     milliseconds: int = 0
+    id: str = ""
+    writer: tuple[str, int] | None = None
+
+    @property
+    def is_index(self) -> bool:
+        """Whether the file is a checkpoint, and no shard of one."""
+        return self.serial > 0
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What shards show that belong to this index; see `Shard.marks`."""
+        return frozenset().union(*(shard.marks(self.id) for shard in self.shards))
 
 
 def header_bytes(data: int, shards: list[str]) -> int:
@@ -119,8 +137,8 @@ def render(header: Header, length: int) -> bytes:
     # Padded: the header's length was fixed before its content was known.
     padded = body.encode().ljust(length - _LINE_BYTES - 1) + b"\n"
     first = _FIRST.format(FORMAT, length, zlib.crc32(padded)).encode()
-    # Our own arithmetic, and no error of the user's.
-    assert len(first + padded) == length, "header_bytes was too small"
+    if len(first + padded) != length:  # our own arithmetic, and no error of the user's
+        raise RuntimeError("header_bytes was too small")
     return first + padded
 
 
@@ -167,6 +185,8 @@ def parse(data: bytes) -> Header:
         str(fields.get("job", "")),
         _preserved(fields.get("preserved")),
         _integer(fields.get("milliseconds", 0)),
+        str(fields.get("id", "")),
+        _writer(fields.get("writer")),
     )
     _require_order(header, length)
     # Of what is left besides header and arrays.
@@ -203,6 +223,10 @@ def _preserved(value: Any) -> tuple[int, float] | None:
     return _integer(serial), seconds
 
 
+def _writer(value: Any) -> tuple[str, int] | None:
+    return None if value is None else (str(value[0]), _integer(value[1]))
+
+
 def _file_name(value: Any) -> str:
     """Return the name of a file if it is one in the same directory."""
     # A name with a path could refer to a file outside the directory.
@@ -211,15 +235,19 @@ def _file_name(value: Any) -> str:
     return value
 
 
+# How each file of a checkpoint begins, from its first byte on the disk on
+_BEGIN = _FIRST.partition("{")[0].encode()
+_INCOMPLETE = _BEGIN + b"that is not complete\n"
+
+
 def is_begun(path: FilePath) -> bool:
-    """Return whether a file begins as a checkpoint does, or cannot be read."""
-    begin = _FIRST.partition("{")[0].encode()
-    try:
-        with open_file(path) as descriptor:
-            return os.pread(descriptor, len(begin), 0) == begin
-    except CheckpointError:
-        # An unreadable file may be readable later: do not treat it as a foreign file.
-        return True
+    """Return whether a file begins as those of a checkpoint do.
+
+    Raises:
+      CheckpointError: it cannot be read.
+    """
+    with open_file(path) as descriptor:
+        return read_fully(descriptor, len(_BEGIN), 0) == _BEGIN
 
 
 def read_header(path: FilePath) -> Header:
@@ -236,6 +264,18 @@ def header_crc32(path: FilePath) -> int:
     """Return the checksum of a file's header."""
     with open_file(path) as descriptor:
         return parse_first(read_header_bytes(descriptor))[1]
+
+
+def read_shard(path: FilePath) -> tuple[Header, Shard]:
+    """Return the header of a shard, and what an index says of the shard.
+
+    Raises:
+      CheckpointError: the file is missing, damaged, or not of a checkpoint.
+    """
+    with open_file(path) as descriptor:
+        data = read_header_bytes(descriptor)
+        size = os.fstat(descriptor).st_size
+        return parse(data), Shard(path.name, size, parse_first(data)[1])
 
 
 @contextlib.contextmanager
@@ -255,11 +295,11 @@ def read_header_bytes(descriptor: int) -> bytes:
     Raises:
       ValueError: there is none that this version reads.
     """
-    length, _ = parse_first(os.pread(descriptor, _LINE_BYTES, 0))
-    # pread would return less, and the checksum would be blamed.
+    length, _ = parse_first(read_fully(descriptor, _LINE_BYTES, 0))
+    # Less would be read, and the checksum would be blamed.
     if length > os.fstat(descriptor).st_size:
         raise ValueError("it ends in its header")
-    return os.pread(descriptor, length, 0)
+    return read_fully(descriptor, length, 0)
 
 
 class DamagedError(CheckpointError):
@@ -428,27 +468,32 @@ _SHARED, _EXCLUSIVE = (
 
 
 def lock(descriptor: int) -> bool:
-    """Lock an open file; return whether the file system has locks.
+    """Lock a file that is open to write; return whether that was possible.
 
-    The lock lasts until this descriptor and all its duplicates are closed.
+    The lock lasts until this descriptor and all its duplicates are closed. Who may only
+    read the file can hold none that counts.
     """
     try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _SHARED)
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _EXCLUSIVE)
     except OSError:  # a file system without locks
         return False
     return True
 
 
-def is_locked(path: FilePath) -> bool:
-    """Return whether a running process, on any host, has locked a file by `lock`."""
+def is_locked(path: FilePath) -> bool | None:
+    """Return whether a running process, on any host, has locked a file by `lock`.
+
+    None if that cannot be known: the file system has no locks, or the file cannot be
+    opened.
+    """
     try:
         descriptor = open_regular(path)
     except OSError:
-        return False
+        return None
     try:
-        blocking = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _EXCLUSIVE)
+        blocking = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _SHARED)
     except OSError:
-        return False
+        return None
     finally:
         os.close(descriptor)
     kind, _, start, size, _ = struct.unpack(_FLOCK, blocking)
@@ -482,6 +527,7 @@ def write_file(
     nodes: Nodes,
     attributes: dict[str, Any],
     header: Header,
+    publish: Callable[[AtomicFile], None] = lambda file: file.publish(),
     locks: list[int] | None = None,
     begun: float | None = None,
 ) -> Header:
@@ -492,45 +538,61 @@ def write_file(
       nodes: with `Split` and `Link`.
       attributes: of the root.
       header: without sizes and checksums of this file, and without a time.
+      publish: gives the file, which is complete and on the disk, its name.
       locks: a descriptor of the locked file is appended, for the caller to close.
       begun: when the save began, on `time.monotonic`'s clock; None if its time does
         not belong in the header.
     """
     plan = lay_out(nodes, attributes, [shard.name for shard in header.shards])
-    with unwritable(path), replace_file(path) as file:
-        descriptor = file.fileno()
-        # Locked before the first byte, so that no other job takes it for a leftover.
-        if locks is not None:
+    with unwritable(path):
+        file = AtomicFile(path)
+        try:
+            descriptor = file.fileno()
+            # Locked before the first byte, so that no other job takes it for a
+            # leftover. A second descriptor keeps the lock when the file is closed.
             lock(descriptor)
-            # A second descriptor keeps the lock when the file is closed.
-            locks.append(os.dup(descriptor))
-        # Arrays first: the header needs their checksums
-        data = tuple(
-            (offset, block.nbytes, checked_write(descriptor, offset, block))
-            for offset, block in plan.data
-        )
-        # Structure is everything between the arrays: one checksum over its parts in
-        # order.
-        image, crc32 = plan.image, 0
-        holes = [(offset, size) for offset, size, _ in data]
-        for offset, size in between(plan.header_bytes, holes, plan.size):
-            image.seek(offset)
-            part = image.read(size) or b""
-            # The end of the file may never have been written
-            crc32 = checked_write(descriptor, offset, part.ljust(size, b"\0"), crc32)
-        # The header holds all checksums, and how long the rest took, so it is written
-        # last. Of a small file, what the disk takes does not count.
-        if plan.size > _LARGE_BYTES:
-            os.fsync(descriptor)
-        took = 0 if begun is None else math.ceil(1000 * (time.monotonic() - begun))
-        header = dataclasses.replace(
-            header,
-            size=plan.size,
-            structure_crc32=crc32,
-            data=data,
-            milliseconds=took,
-        )
-        checked_write(descriptor, 0, render(header, plan.header_bytes))
+            if locks is not None:
+                locks.append(os.dup(descriptor))
+            file.write(_INCOMPLETE)
+            header = _write_content(descriptor, plan, header, begun)
+            file.complete()
+            publish(file)
+        except BaseException:
+            file.discard()
+            raise
+    return header
+
+
+def _write_content(
+    descriptor: int, plan: FileLayout, header: Header, begun: float | None
+) -> Header:
+    """Write arrays, structure, and at last the header, which is returned."""
+    # The header needs the checksums of the arrays
+    data = tuple(
+        (offset, block.nbytes, checked_write(descriptor, offset, block))
+        for offset, block in plan.data
+    )
+    # Structure is everything between the arrays: one checksum over its parts in order.
+    image, crc32 = plan.image, 0
+    holes = [(offset, size) for offset, size, _ in data]
+    for offset, size in between(plan.header_bytes, holes, plan.size):
+        image.seek(offset)
+        part = image.read(size) or b""
+        # The end of the file may never have been written
+        crc32 = checked_write(descriptor, offset, part.ljust(size, b"\0"), crc32)
+    # The header says how long the rest took. Of a small file, what the disk takes does
+    # not count.
+    if plan.size > _LARGE_BYTES:
+        os.fsync(descriptor)
+    took = 0 if begun is None else math.ceil(1000 * (time.monotonic() - begun))
+    header = dataclasses.replace(
+        header,
+        size=plan.size,
+        structure_crc32=crc32,
+        data=data,
+        milliseconds=took,
+    )
+    checked_write(descriptor, 0, render(header, plan.header_bytes))
     return header
 
 

@@ -78,11 +78,13 @@ def latest_checkpoint(
 class CheckpointManager:
     """Saves checkpoints `ckpt-1.h5`, `ckpt-2.h5`, ..., and removes old ones.
 
-    Creating one is collective and removes leftovers of killed jobs. An old checkpoint
-    is removed when the new one is complete. The end of a `with` block is collective and
-    waits for a save in the background. Any number of jobs may restore from a directory,
-    but only one job at a time may save there under a name: see `Checkpoint.write`. The
-    first save raises if another job has saved since this manager restored.
+    Creating one is collective. An old checkpoint is removed when the new one is
+    complete; the first save removes what killed jobs have left. Other files are neither
+    removed nor replaced, whatever their names. The end of a `with` block is collective
+    and waits for a save in the background. Any number of jobs may restore from a
+    directory, but only one job at a time may save there under a name: see
+    `Checkpoint.write`. The first save raises if another job has saved since this
+    manager restored.
 
     Args:
       checkpoint: the `Checkpoint`.
@@ -181,7 +183,7 @@ class CheckpointManager:
         self._warned: set[str] = set()  # on rank 0
         self._saved: list[Saved]
         self._preserved: tuple[int, float]
-        found = self._consensus.root_only(_CALL, self._clean_up)
+        found = self._consensus.root_only(_CALL, self._look)
         self._saved, serial, self._preserved = found
         # For the first save; later ones continue from the one before
         self._known: Known | None = Known(serial, None, is_restored=False)
@@ -364,15 +366,13 @@ class CheckpointManager:
         else:
             self.wait()
 
-    def _clean_up(self) -> tuple[list[Saved], int, tuple[int, float]]:
-        """Remove leftovers, and list the checkpoints. On rank 0.
+    def _look(self) -> tuple[list[Saved], int, tuple[int, float]]:
+        """Create the directory, and list its checkpoints. On rank 0.
 
         Returns the checkpoints, the latest serial, and which was preserved last.
         """
         with unwritable(self._directory):
             directories.make_directory(self._directory)
-        # Leftovers of killed jobs; those of running jobs hold a lock.
-        directories.remove_leftovers(self._directory, self._name, Saving.in_use)
         existing, latest = self._find_undamaged()
         serial, seconds = _last_preserved(existing) or self._guess_preserved(existing)
         # The clock may have been set back
@@ -430,6 +430,10 @@ class CheckpointManager:
           index: the next checkpoint, which may replace one.
           existing: the checkpoints that there are.
         """
+        if self._known is not None:
+            # What killed jobs left of this name, which is this job's from now on
+            stems = directories.stems_of(self._name)
+            directories.remove_useless(self._directory, stems, Saving.in_use)
         self._saved = existing
         self._note_preserved()
         serial, seconds = self._preserved
@@ -461,8 +465,8 @@ class CheckpointManager:
         """
         seconds = time.monotonic() - self._save_began
         self._longest_save_seconds = max(self._longest_save_seconds, seconds)
-        for saved in outdated:
-            directories.remove_checkpoint(saved.path)
+        paths = [saved.path for saved in outdated]
+        directories.remove_checkpoints(paths, Saving.in_use)
 
     def _step(self) -> int | None:
         counter = self._step_counter

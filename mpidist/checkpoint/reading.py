@@ -47,6 +47,7 @@ from mpidist.checkpoint.tree import (
 from mpidist.errors import CheckpointError
 from mpidist.hdf5.index import contiguous_offset
 from mpidist.strategy.extended import StrategyExtended
+from mpidist.util.files import read_fully
 
 _GROUP_KINDS = ("dict", "dict of int", "list", "tuple", "ranks")
 _DEEPEST = DEEPEST + 1  # with the ranks of a state
@@ -93,7 +94,7 @@ def _read_structure(descriptor: int, start: int, header: Header) -> MemoryFile:
     holes = [(offset, size) for offset, size, _ in header.data]
     image, crc32 = SparseFile() if holes else io.BytesIO(), 0
     for offset, size in between(start, holes, header.size):
-        data = os.pread(descriptor, size, offset)
+        data = read_fully(descriptor, size, offset)
         crc32 = zlib.crc32(data, crc32)
         image.seek(offset)
         image.write(data)

@@ -1,9 +1,22 @@
 """Saving a checkpoint, blocking or in the background. Collective.
 
 Every rank gathers the state (`Saver.save`), copies what it writes, and writes it
-(`Saving`): first each its shard, then rank 0 the index, which completes the checkpoint.
-A background thread does the writing without communication; `Saver.wait` compares the
-results of all ranks.
+(`Saving`), perhaps in a thread, without communication. Any step may fail, raise, or be
+the last one of a process; what lies in the directory is then an earlier checkpoint, the
+new one, or both:
+
+1. Rank 0 looks at what is there, and draws the id of the save. A file that is no
+   checkpoint is not replaced. Threads start, and arrays are copied: what may fail on
+   one rank comes before the ranks agree.
+2. Each rank writes its shard under a temporary name, flushes it, and gives it its name.
+   That is its word that the shard is complete, so it is the last thing that can fail.
+3. Rank 0 has the word of all: the ranks agree, or where threads write, each shard's
+   header has the id. It flushes the directory, writes and flushes the index, and gives
+   it its name: from now on the checkpoint exists.
+4. Rank 0 flushes the directory, then removes older checkpoints.
+
+Before the index has its name nothing older is touched. Once rank 0 has tried to give it
+its name, nothing of the save is removed, whatever is raised. Only rank 0 removes files.
 """
 
 from __future__ import annotations
@@ -14,6 +27,7 @@ import datetime
 import itertools
 import operator
 import os
+import re
 import secrets
 import threading
 import time
@@ -30,7 +44,8 @@ from mpidist.checkpoint.format import (
     Header,
     Shard,
     Split,
-    header_crc32,
+    lock,
+    read_shard,
     unwritable,
     write_file,
 )
@@ -51,7 +66,7 @@ from mpidist.device import arrays
 from mpidist.device.memory import Pinned
 from mpidist.errors import CheckpointError, RankLostError
 from mpidist.strategy.strategy import Strategy
-from mpidist.util.files import AtomicFile
+from mpidist.util.files import AtomicFile, sync_directory
 from mpidist.util.mounts import wait_for_file
 
 # Which checkpoint is preserved last, and what is called after a save
@@ -127,23 +142,28 @@ class Saver:
             in_shard = join_ranks(extended, operation, nodes, digests, shard_bytes)
         shards, cuts = plan_shards(nodes, in_shard is not None, ranks, shard_bytes)
         planned: Planned = None, None
+        replaced: directories.Replaced | None = None
+        thread: WriterThread | None = None
 
         def begin() -> tuple[str, int]:
-            nonlocal planned
+            nonlocal planned, replaced, thread
             directories.removal.wait()  # space of earlier checkpoints may be needed
             with unwritable(index):
                 directories.make_directory(index.parent)
+                replaced = directories.find_replaced(index)
                 serial, existing = directories.next_serial(index, id(self), known)
             if plan is not None:
                 planned = plan(index, existing)
             if not shards:  # nothing that could fail is left to the other ranks
                 self._copies.replace(nodes, is_needed_later=is_background)
+                thread = WriterThread() if is_background else None
             # Random, so shards of two saves never have one name.
-            return secrets.token_hex(4), serial
+            return secrets.token_hex(16), serial
 
-        token, serial = extended.consensus.root_only(operation, begin)
-        who = token, directories.shard_names(index, token, shards), rank, ranks
-        saving = Saving(index, serial, *who, *planned, id(self), begun)
+        save_id, serial = extended.consensus.root_only(operation, begin)
+        who = save_id, directories.shard_names(index, save_id, shards), rank, ranks
+        saving = Saving(index, serial, *who, replaced, *planned, id(self), begun)
+        saving.thread = thread
         if rank == 0:
             saving.index_nodes = nodes
 
@@ -151,6 +171,8 @@ class Saver:
             saving.shard = divide(nodes, in_shard or {}, cuts, rank)
             self._copies.replace(saving.shard, is_needed_later=is_background)
             self._copies.replace(saving.index_nodes, is_needed_later=is_background)
+            if is_background and (saving.has_shard or rank == 0):
+                saving.thread = WriterThread()
 
         self._write(operation, saving, take_shard, is_background)
         return str(index)
@@ -185,15 +207,17 @@ class Saver:
                 if is_background:
                     consensus.run(operation, take_shard)
         except BaseException:
-            saving.abandon()
+            saving.end()
             raise
         if is_background:
-            saving.start()
-            self._pending = saving
-            Saver.busy.append(self)
-            # Closing the strategy, or losing ranks of it, first ends its save.
-            self.extended.closing.append(self.wait)
-            consensus.failures.at_end.insert(0, self._end_lost)
+            try:
+                self._pending = saving
+                Saver.busy.append(self)
+                # Closing the strategy, or losing ranks of it, first ends its save.
+                self.extended.closing.append(self.wait)
+                consensus.failures.at_end.insert(0, self._end_lost)
+            finally:
+                saving.start()
             return
 
         def write_shard() -> None:
@@ -220,6 +244,7 @@ class Saver:
         def create() -> list[Path]:
             with unwritable(index):
                 probes.append(AtomicFile(index))
+                lock(probes[0].fileno())  # it is no leftover
             return [probes[0].temporary]
 
         try:
@@ -317,6 +342,41 @@ def finish_all() -> None:
         Saver.busy[0].wait()
 
 
+class WriterThread:
+    """A thread that waits for what it is to do: starting one may fail."""
+
+    def __init__(self) -> None:
+        self._begin = threading.Event()
+        self._has_ended = threading.Event()
+        self._work: Callable[[], None] | None = None
+        # A daemon: if the job ends by force, it does not wait for this
+        threading.Thread(
+            target=self._run, name="mpidist checkpoint", daemon=True
+        ).start()
+
+    def _run(self) -> None:
+        self._begin.wait()
+        try:
+            if self._work is not None:
+                self._work()
+        finally:
+            self._has_ended.set()
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Do the work in the thread."""
+        self._work = work
+        self._begin.set()
+
+    def join(self) -> None:
+        """Wait until the work is done; without work the thread ends.
+
+        (After a signal has interrupted `Thread.join`, Python 3.11 takes the thread for
+        ended.)
+        """
+        self._begin.set()
+        self._has_ended.wait()
+
+
 @dataclasses.dataclass
 class Saving:
     """The writes of one rank for one checkpoint, in this thread or a separate one.
@@ -324,9 +384,10 @@ class Saving:
     Args:
       index: the checkpoint.
       serial: of the checkpoint in its directory.
-      token: distinguishes its shards from those of other saves.
+      id: distinguishes it from other saves, and its shards from theirs.
       shard_names: of all shards, by rank; the first ranks write them.
       rank, ranks: of this process, and how many there are.
+      replaced: on rank 0, the checkpoint that was at its path before.
       preserved: see `Header`.
       after: called on rank 0 once the checkpoint is complete.
       owner: who releases its lock, see `directory.hold`.
@@ -335,16 +396,17 @@ class Saving:
 
     index: Path
     serial: int
-    token: str
+    id: str
     shard_names: Sequence[str]
     rank: int
     ranks: int
+    replaced: directories.Replaced | None
     preserved: tuple[int, float] | None
     after: Callable[[], None] | None
     owner: int
     begun: float
 
-    in_use: ClassVar[set[str]] = set()  # tokens of this process
+    in_use: ClassVar[set[str]] = set()  # ids of this process
 
     def __post_init__(self) -> None:
         self.shard_error: Exception | None = None
@@ -353,28 +415,26 @@ class Saving:
         self._index_error: Exception | None = None
         self._given_up = threading.Event()
         self.shards_are_written = threading.Event()
-        self._thread: threading.Thread | None = None
+        self.thread: WriterThread | None = None
+        self._may_exist = False  # whether the index may have its name
         self._locks: list[int] = []  # descriptors that keep other jobs from removing
-        self._shard_path: Path | None = None
-        if self.rank < len(self.shard_names):
-            self._shard_path = self.index.with_name(self.shard_names[self.rank])
         # What this rank writes; dropped once it is written
         self.shard: Nodes = {}
         self.index_nodes: Nodes = {}
         # So that cleaning up in this process leaves these files alone.
-        Saving.in_use.add(self.token)
+        Saving.in_use.add(self.id)
 
-    def abandon(self) -> None:
-        """End the save before anything is written."""
-        self._end(is_complete=False)
+    @property
+    def has_shard(self) -> bool:
+        """Whether this rank writes a shard."""
+        return self.rank < len(self.shard_names)
 
     def start(self) -> None:
-        """Write in a thread."""
-        # A daemon: if the job ends by force, it does not wait for this
-        self._thread = threading.Thread(
-            target=self._work, name="mpidist checkpoint", daemon=True
-        )
-        self._thread.start()
+        """Write in the thread."""
+        if self.thread is None:  # there is nothing to write
+            self.shard_is_done.set()
+        else:
+            self.thread.begin(self._work)
 
     def _work(self) -> None:
         """Write what this rank writes; keep errors."""
@@ -394,46 +454,48 @@ class Saving:
 
     def finish(self) -> None:
         """Wait for the thread, and raise the error of the index."""
-        if self._thread is not None:
-            self._thread.join()
+        if self.thread is not None:
+            self.thread.join()
         if self._index_error is not None:
             raise self._index_error
 
     @contextlib.contextmanager
     def until_complete(self) -> Iterator[None]:
-        """End the save with the block; remove this rank's shard if the block raises."""
-        is_complete = False
+        """End the save with the block."""
         try:
             yield
-            is_complete = True
-        except RankLostError:
-            is_complete = True  # perhaps; a later restore removes useless shards
-            raise
         finally:
-            # Wakes the thread, which may be waiting for a shard that never comes.
-            self._given_up.set()
-            if self._thread is not None:
-                self._thread.join()
-            self._end(is_complete)
+            self.end()
 
-    def _end(self, is_complete: bool) -> None:
-        Saving.in_use.discard(self.token)
+    def end(self) -> None:
+        """End the save; what was not begun is not written.
+
+        Rank 0 removes the shards if there is, and will be, no index of them. If a rank
+        still writes one, a later job removes that.
+        """
+        # Wakes the thread, which may be waiting for a shard that never comes.
+        self._given_up.set()
+        if self.thread is not None:
+            self.thread.join()
+        Saving.in_use.discard(self.id)
         # Closing the descriptors releases the locks.
         while self._locks:
             os.close(self._locks.pop())
         self.shard = self.index_nodes = {}
-        # A shard without an index is useless; with one it belongs to a checkpoint.
-        if self._shard_path is not None and not is_complete:
-            directories.remove(self._shard_path)
+        if self.rank == 0 and not self._may_exist:
+            for name in self.shard_names:
+                directories.removal.remove(self.index.with_name(name))
 
     def write_shard(self) -> None:
-        """Write this rank's shard, if it has one.
+        """Write this rank's shard, if it has one; nothing can fail after it.
 
         Raises:
           CheckpointError: it cannot be written.
         """
-        if self._shard_path is not None:
-            write_file(self._shard_path, self.shard, {}, Header(0), self._locks)
+        if self.has_shard:
+            path = self.index.with_name(self.shard_names[self.rank])
+            header = Header(0, id=self.id, writer=directories.WRITER)
+            write_file(path, self.shard, {}, header, locks=self._locks)
         self.shard = {}
 
     def write_index(self) -> None:
@@ -442,7 +504,8 @@ class Saving:
         Waits for the shards of other ranks.
 
         Raises:
-          CheckpointError: it cannot be written, or a shard does not appear.
+          CheckpointError: it cannot be written, or a shard does not appear; or it is
+            complete, but perhaps not on the disk yet.
         """
         # Sizes and checksums of all shards are in the index: it refuses foreign ones.
         shards = tuple(self._wait_for_shard(name) for name in self.shard_names)
@@ -452,21 +515,56 @@ class Saving:
             "mpidist": __version__,
             "ranks": self.ranks,
         }
-        job, preserved = directories.JOB, self.preserved
-        header = Header(self.serial, shards=shards, job=job, preserved=preserved)
+        header = Header(
+            self.serial,
+            shards=shards,
+            job=directories.JOB,
+            preserved=self.preserved,
+            id=self.id,
+            writer=directories.WRITER,
+        )
         nodes, locks = self.index_nodes, self._locks
-        # Renamed into place when complete: only then the checkpoint exists.
-        header = write_file(self.index, nodes, attributes, header, locks, self.begun)
+        header = write_file(
+            self.index, nodes, attributes, header, self._publish, locks, self.begun
+        )
         self.index_nodes = {}
         directories.hold(self.index, locks.pop(), header, self.owner)
-        # The checkpoint is complete, even if old ones cannot be removed
-        with contextlib.suppress(CheckpointError):
-            directories.remove_other_shards(self.index, self.token)
-            if self.after is not None:
-                self.after()
+        try:
+            sync_directory(self.index.parent)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.index}: the checkpoint is complete, but its name may not be on "
+                f"the disk; older ones were kept: {error}"
+            ) from error
+        # It stays complete if older ones cannot be removed
+        with contextlib.suppress(CheckpointError, OSError):
+            self._remove_older()
+
+    def _publish(self, file: AtomicFile) -> None:
+        """Give the index its name."""
+        if self.shard_names:  # whose names have to last as long
+            sync_directory(self.index.parent)
+        self._may_exist = True
+        try:
+            directories.publish(file, self.replaced)
+        except CheckpointError:  # the name is another file's
+            self._may_exist = False
+            raise
+
+    def _remove_older(self) -> None:
+        """Remove what this checkpoint has replaced, and what `after` removes."""
+        if self.replaced is not None:
+            stem, ended = re.escape(self.index.stem), self.replaced.needs
+            directories.remove_useless(self.index.parent, stem, Saving.in_use, ended)
+        if self.after is not None:
+            self.after()
 
     def _wait_for_shard(self, name: str) -> Shard:
-        """Return size and checksum of a shard, once it is visible."""
+        """Return size and checksum of a shard, once it is visible.
+
+        It got its name as the last thing that its rank did; the id tells that it is of
+        this save.
+        """
         path = self.index.with_name(name)
         seconds = 0.0
         while not path.exists():
@@ -480,8 +578,10 @@ class Saving:
                     f"{self.index.parent}: rank 0 does not see {name}, which another "
                     "rank wrote; use a directory on a file system that all nodes share"
                 )
-        with unwritable(path):
-            return Shard(name, path.stat().st_size, header_crc32(path))
+        header, shard = read_shard(path)
+        if header.id != self.id:
+            raise CheckpointError(f"{path}: it is not of this save")
+        return shard
 
 
 class Copies:

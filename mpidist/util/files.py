@@ -83,6 +83,18 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
         return file.read()
 
 
+def read_fully(descriptor: int, size: int, offset: int) -> bytes:
+    """Return `size` bytes of a file from `offset` on; fewer only at its end.
+
+    One call may return fewer: on a network file system, when a signal arrives.
+    """
+    parts, end = [], offset + size
+    while offset < end and (part := os.pread(descriptor, end - offset, offset)):
+        parts.append(part)
+        offset += len(part)
+    return b"".join(parts)
+
+
 def user_directory(
     variable: str, default: str, environ: Mapping[str, str] = os.environ
 ) -> Path | None:
@@ -101,6 +113,37 @@ def user_directory(
     except (RuntimeError, KeyError):  # a user who is in no list of users
         return None
     return home / default if home.is_absolute() else None
+
+
+# Errors of `os.link` on file systems without hard links
+_WITHOUT_LINKS = {
+    errno.EPERM,
+    errno.EMLINK,
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+}
+
+
+def identity(file: Path | int) -> tuple[int, int]:
+    """Return device and inode of a path, following no link, or of an open file."""
+    status = os.fstat(file) if isinstance(file, int) else os.lstat(file)
+    return status.st_dev, status.st_ino
+
+
+def _rename_beside(source: Path, target: Path) -> None:
+    """Give a file another name, if there is no file of that name."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _WITHOUT_LINKS:
+            raise
+        # Then two jobs at the same moment are not noticed
+        if os.path.lexists(target):
+            raise FileExistsError(
+                errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(target)
+            ) from error
+        os.rename(source, target)
 
 
 # After the final name, which may have dots as the host may
@@ -127,8 +170,7 @@ class AtomicFile(io.FileIO):
         self.temporary = path.with_name(f"{path.name}.{unique}.tmp")
         # O_CREAT | O_EXCL follows no link
         super().__init__(os.fspath(self.temporary), "x+")
-        status = os.fstat(self.fileno())
-        self._identity = status.st_dev, status.st_ino
+        self._identity = identity(self.fileno())
 
     def write(self, data: Any) -> int:
         """Write all of `data`; return its size in bytes."""
@@ -147,22 +189,42 @@ class AtomicFile(io.FileIO):
         os.fsync(self.fileno())
         self.close()
 
-    def publish(self) -> None:
-        """Rename the complete file to `path`, replacing a file of that name.
+    def publish(self, *, replaces: bool = True) -> None:
+        """Give the complete file its name, which is durable after `sync_directory`.
 
-        The new name is durable after `sync_directory`.
+        Args:
+          replaces: whether to replace a file of that name.
+
+        Raises:
+          FileExistsError: there is one, and it is not to be replaced.
+          OSError: the file did not get its name, as far as one can see.
         """
-        self.temporary.replace(self.path)
+        try:
+            (os.replace if replaces else _rename_beside)(self.temporary, self.path)
+        except OSError:
+            # A server that answers late reports an error for what took place
+            if not self.has_final_name():
+                raise
         self._is_published = True
+        if not replaces:  # a link's other name; the final one is as good
+            with contextlib.suppress(OSError):
+                self.temporary.unlink(missing_ok=True)
+
+    def has_final_name(self) -> bool:
+        """Return whether the file at `path` is this one.
+
+        Raises:
+          OSError: that cannot be known.
+        """
+        try:
+            return identity(self.path) == self._identity
+        except FileNotFoundError:
+            return False
 
     def withdraw(self) -> None:
-        """Remove the file if it has its final name; errors are ignored.
-
-        A rename that reported an error may have taken place on the server.
-        """
+        """Remove the file if it has its final name; errors are ignored."""
         with contextlib.suppress(OSError):
-            status = self.path.stat(follow_symlinks=False)
-            if (status.st_dev, status.st_ino) == self._identity:
+            if self.has_final_name():
                 self.path.unlink()
 
     def discard(self) -> None:
@@ -280,23 +342,21 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def is_abandoned(name: str, published: str) -> bool:
-    """Return whether no process of this host writes an `AtomicFile` of that name.
-
-    Processes of other hosts cannot be seen: theirs count as abandoned.
+def writer_of(name: str, published: str) -> tuple[str, int] | None:
+    """Return host and process that write an `AtomicFile` of that temporary name.
 
     Args:
-      name: of a file.
+      name: of a file; None is returned for another one.
       published: a regular expression, which the name after `publish` must match.
     """
     match = re.fullmatch(f"(?:{published}){_TEMPORARY}", name)
-    if match is None:
-        return False
-    is_here = match["host"] == os.uname().nodename
-    return not is_here or not _is_running(int(match["process"]))
+    return (match["host"], int(match["process"])) if match else None
 
 
-def _is_running(process: int) -> bool:
+def is_running(host: str, process: int) -> bool | None:
+    """Return whether a process exists; None if it is of another host."""
+    if host != os.uname().nodename:
+        return None
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):

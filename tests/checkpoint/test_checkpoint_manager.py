@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -205,50 +203,6 @@ def test_objects_that_do_not_fit_are_an_error_not_damage(strategy, comm, mpi_tmp
     manager = mpidist.CheckpointManager(other, mpi_tmp_path, 3)
     with pytest.raises(CheckpointError, match=r"'x': expected.*\(4,\)"):
         manager.restore_or_initialize()
-
-
-def test_what_dead_jobs_left_is_removed_and_nothing_else(strategy, comm, mpi_tmp_path):
-    manager = make(strategy, mpi_tmp_path)
-    path = Path(save(manager, 1))
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    host, dead, alive = os.uname().nodename, ended.pid, os.getpid()
-    dead, alive = comm.bcast((dead, alive))
-    rests = [
-        f"ckpt-2.h5.{host}.{dead}.0.tmp",
-        f"ckpt-2.h5.another.host.{alive}.3.tmp",
-        f"ckpt-2-0123abcd-00001-of-00002.h5.{host}.{dead}.1.tmp",
-        "ckpt-2-0123abcd-00000-of-00002.h5",
-        "ckpt-1-0123abcd-00000-of-00002.h5",
-    ]
-    others = [
-        f"ckpt-2.h5.{host}.{alive}.0.tmp",
-        "ckpt-2-0123abcd-00000-of-00002.txt",
-        "other-2-0123abcd-00000-of-00002.h5",
-        f"other-2.h5.{host}.{dead}.0.tmp",
-        "ckpt-x.h5",
-        "notes.tmp",
-    ]
-    comm.Barrier()
-    if comm.rank == 0:
-        for name in rests + others:
-            (mpi_tmp_path / name).write_bytes(b"")
-    comm.Barrier()
-    manager = make(strategy, mpi_tmp_path)
-    assert manager.checkpoints == [str(path)]
-    assert names(mpi_tmp_path) == sorted([path.name, *others])
-
-
-def test_shards_of_a_damaged_index_stay(strategy, comm, mpi_tmp_path):
-    shard = "ckpt-1-0123abcd-00000-of-00002.h5"
-    if comm.rank == 0:
-        (mpi_tmp_path / "ckpt-1.h5").write_bytes(b"broken")
-        (mpi_tmp_path / shard).write_bytes(b"")
-    comm.Barrier()
-    with caught(comm) as texts:
-        make(strategy, mpi_tmp_path)
-    assert shard in names(mpi_tmp_path)
-    assert "does not begin like a checkpoint" in texts[0]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Files that are written under a temporary name: no links, no rests, no half files."""
 
+import errno
 import json
 import os
 import re
@@ -17,9 +18,10 @@ from mpidist.util.files import (
     SHARD_PATTERN,
     AtomicFile,
     AtomicHdf5File,
-    is_abandoned,
+    is_running,
     replace_file,
     shard_name,
+    writer_of,
 )
 
 TABLE = {"allreduce": [(0, "mpi")], "allgatherv": [(0, "mpi")]}
@@ -113,17 +115,56 @@ def test_permissions_are_those_of_new_files(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["outcomes", "table", "x"]
 
 
-def test_only_files_that_no_process_writes_are_abandoned(tmp_path):
+def test_a_temporary_name_says_who_writes(tmp_path):
     published = r"x(-\d+)?\.h5"
     file = AtomicFile(tmp_path / "x-1.h5")
-    name = file.temporary.name
-    assert not is_abandoned(name, published)
-    elsewhere = f"x-1.h5.node.of.another.cluster.{os.getpid()}.1.tmp"
-    assert is_abandoned(elsewhere, published)
-    assert not is_abandoned(elsewhere, r"y\.h5")
-    assert not is_abandoned("x-1.h5", published)
+    writer = writer_of(file.temporary.name, published)
+    assert writer == (os.uname().nodename, os.getpid())
+    assert is_running(*writer)
+    elsewhere = "x-1.h5.node.of.another.cluster.17.1.tmp"
+    assert writer_of(elsewhere, published) == ("node.of.another.cluster", 17)
+    assert is_running("node.of.another.cluster", 17) is None
+    assert is_running(os.uname().nodename, 1 << 70) is False
+    assert writer_of(elsewhere, r"y\.h5") is None
+    assert writer_of("x-1.h5", published) is None
     file.discard()
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["at once", "late"])
+@pytest.mark.parametrize("call", ["replace", "link", "no links"])
+def test_a_name_that_is_taken_stays_unless_it_is_to_be_replaced(
+    tmp_path, monkeypatch, call, is_late
+):
+    """Also where the call has done its work, and then says that it failed."""
+    if call == "no links":
+        monkeypatch.setattr(os, "link", fails(errno.EPERM))
+    elif is_late:
+        real = getattr(os, call)
+        monkeypatch.setattr(os, call, lambda *a: real(*a) or fails(errno.EIO)())
+    replaces = call == "replace"
+    path = tmp_path / "x"
+    for data in b"one", b"two":
+        file = AtomicFile(path)
+        file.write(data)
+        file.complete()
+        if replaces or data == b"one":
+            file.publish(replaces=replaces)
+        else:
+            with pytest.raises(FileExistsError):
+                file.publish(replaces=replaces)
+        file.discard()
+        assert path.read_bytes() == (data if replaces else b"one")
+        assert os.listdir(tmp_path) == ["x"]
+
+
+def fails(code):
+    """Return a function that raises an OSError."""
+
+    def fail(*arguments):
+        raise OSError(code, os.strerror(code))
+
+    return fail
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (3, 16), (99_999, 123_456)])
