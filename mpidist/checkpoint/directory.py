@@ -12,6 +12,7 @@ whatever name, and nobody writes it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import os
 import re
@@ -22,10 +23,12 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from mpidist.checkpoint.format import (
+    ForeignError,
     Header,
     MissingError,
     is_begun,
     is_locked,
+    open_file,
     read_header,
     read_shard,
 )
@@ -36,6 +39,7 @@ from mpidist.util import validation
 from mpidist.util.files import (
     SHARD_PATTERN,
     AtomicFile,
+    close,
     identity,
     is_running,
     open_regular,
@@ -130,10 +134,10 @@ def find_names(directory: Path) -> set[str]:
 
 
 def _may_be(path: Path) -> bool:
-    """Return whether a file may be a checkpoint: it begins as one, or is unreadable."""
+    """Return whether a file is a checkpoint, or cannot be read now."""
     try:
-        return is_begun(path)
-    except CheckpointError:
+        return _header_at(path) is not None
+    except (CheckpointError, OSError):
         return True
 
 
@@ -173,9 +177,9 @@ def find(
     return sorted(checkpoints)
 
 
-# By path: the file's identity and times, and what its header says. A checkpoint is
-# replaced by a new file, and never changed.
-_inspected: dict[Path, tuple[tuple[int, ...], Saved]] = {}
+# By path: the file's identity and times, and its header, or None of another file. A
+# checkpoint is replaced by a new file, and never changed.
+_inspected: dict[Path, tuple[tuple[int, ...], Header | None]] = {}
 _MOST_INSPECTED = 10_000
 
 
@@ -185,19 +189,38 @@ def _inspect(path: Path, number: int) -> Saved:
         status = path.stat()
     except FileNotFoundError as error:
         raise MissingError(f"{path}: there is no such file") from error
-    known = _inspected.get(path)
-    if known is not None and known[0] == _identity(status):
-        return known[1]
-    return _remember(path, number, status, read_header(path))
+    header = _header_at(path, status)
+    return _saved(path, number, status, header or read_header(path))
 
 
-def _remember(path: Path, number: int, status: os.stat_result, header: Header) -> Saved:
+def _saved(path: Path, number: int, status: os.stat_result, header: Header) -> Saved:
     modified, preserved = status.st_mtime, header.preserved
-    saved = Saved(header.serial, number, path, modified, preserved, header.job)
+    return Saved(header.serial, number, path, modified, preserved, header.job)
+
+
+def _header_at(path: Path, status: os.stat_result | None = None) -> Header | None:
+    """Return the header of a file, without its blocks; None if it is not ours.
+
+    Raises:
+      CheckpointError: it cannot be read, or is damaged.
+      OSError: there is none, or it cannot be looked at.
+    """
+    now = _identity(status or path.stat())
+    known = _inspected.get(path)
+    if known is not None and known[0] == now:
+        return known[1]
+    try:
+        header = read_header(path)
+    except ForeignError:
+        header = None
+    _remember(path, now, header)
+    return header
+
+
+def _remember(path: Path, now: tuple[int, ...], header: Header | None) -> None:
     if len(_inspected) >= _MOST_INSPECTED:
         _inspected.clear()
-    _inspected[path] = _identity(status), saved
-    return saved
+    _inspected[path] = now, header and dataclasses.replace(header, data=())
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
@@ -320,17 +343,23 @@ def find_replaced(index: Path) -> Replaced | None:
         file = identity(index)
     except FileNotFoundError:
         return None
-    with contextlib.suppress(CheckpointError):
-        if is_begun(index):
-            header = Header(1)
-            with contextlib.suppress(CheckpointError):  # a damaged one is ours, too
-                header = read_header(index)
-            if header.is_index:
-                return Replaced(file, header.needs)
+    if _is_replaceable(index):
+        return Replaced(file, _needs(index))
     raise CheckpointError(
         f"{index}: there is a file of that name that is no checkpoint, and it is not "
         "replaced; move it away, or save under another name"
     )
+
+
+def _is_replaceable(index: Path) -> bool:
+    """Return whether a file is an index, perhaps a damaged one."""
+    try:
+        header = _header_at(index)
+        return header is not None and header.is_index
+    except (CheckpointError, OSError):
+        with contextlib.suppress(CheckpointError), open_file(index) as descriptor:
+            return is_begun(descriptor)
+    return False
 
 
 def publish(file: AtomicFile, replaced: Replaced | None) -> None:
@@ -361,8 +390,7 @@ def remove_checkpoints(indexes: Sequence[Path], in_use: Container[str]) -> None:
     """
     ended: frozenset[str] = frozenset()
     for index in indexes:
-        with contextlib.suppress(CheckpointError, OSError):
-            ended |= _needs(index)
+        ended |= _needs(index)
         removal.remove(index)
     if indexes:
         stems = "|".join(re.escape(index.stem) for index in indexes)
@@ -418,34 +446,29 @@ def _find_needed(directory: Path, names: Iterable[str]) -> tuple[set[str], set[s
     """Return the marks of shards that indexes need, and stems of unreadable indexes."""
     marks: set[str] = set()
     unreadable: set[str] = set()
+    shard = re.compile(f".+{_SHARD}{re.escape(SUFFIX)}")
     for name in names:
-        path = directory / name
-        if not name.endswith(SUFFIX):
+        if not name.endswith(SUFFIX) or shard.fullmatch(name):
             continue
+        path = directory / name
         try:
-            marks |= _needs(path)
-        except MissingError:
+            header = _header_at(path)
+        except FileNotFoundError:
             continue
         except (CheckpointError, OSError):
             unreadable.add(path.stem)
+        else:
+            marks |= header.needs if header else frozenset()
     return marks, unreadable
 
 
-# By path: the file's identity and times, and the marks of what it needs
-_needs_known: dict[Path, tuple[tuple[int, ...], frozenset[str]]] = {}
-
-
-def _needs(path: Path) -> frozenset[str]:
-    """Return the marks of the shards that a file needs; none if it is no index."""
-    now = _identity(path.stat())
-    known = _needs_known.get(path)
-    if known is None or known[0] != now:
-        header = read_header(path) if is_begun(path) else Header(0)
-        marks = header.needs if header.is_index else frozenset()
-        if len(_needs_known) >= _MOST_INSPECTED:
-            _needs_known.clear()
-        known = _needs_known[path] = now, marks
-    return known[1]
+def _needs(index: Path) -> frozenset[str]:
+    """Return the marks of the shards that an index needs; none if it is unreadable."""
+    try:
+        header = _header_at(index)
+    except (CheckpointError, OSError):
+        return frozenset()
+    return header.needs if header else frozenset()
 
 
 def _is_dead(path: Path, writer: tuple[str, int] | None) -> bool:
@@ -493,23 +516,22 @@ class Removal:
 
     def remove(self, path: Path, *, is_empty: bool = False) -> None:
         """Remove a file if it is ours, or empty where `is_empty`; ignore errors."""
-        with contextlib.suppress(CheckpointError, OSError):
-            is_ours = is_begun(path) or (is_empty and not path.stat().st_size)
-            if not is_ours:
-                return
+        with contextlib.suppress(OSError):
             # An open descriptor delays the freeing of the blocks
             descriptor = open_regular(path)
             try:
-                path.unlink()
+                is_ours = is_begun(descriptor)
+                if is_ours or (is_empty and not os.fstat(descriptor).st_size):
+                    path.unlink()
             finally:
                 self._close(descriptor)
 
     def _close(self, descriptor: int) -> None:
-        thread = threading.Thread(target=os.close, args=(descriptor,), daemon=True)
+        thread = threading.Thread(target=close, args=(descriptor,), daemon=True)
         try:
             thread.start()
         except RuntimeError:  # there may be no more threads
-            os.close(descriptor)
+            close(descriptor)
         else:
             self._threads.append(thread)
 
@@ -565,20 +587,26 @@ def hold(index: Path, descriptor: int, header: Header, owner: int) -> None:
       header: of the checkpoint, which need not be read again.
       owner: the argument for `release`.
     """
-    key, number = _series(index)
-    saved = _remember(index, number, os.fstat(descriptor), header)
+    try:
+        key, number = _series(index)
+        status = os.fstat(descriptor)
+    except OSError:
+        close(descriptor)
+        raise
+    _remember(index, _identity(status), header)
+    saved = _saved(index, number, status, header)
     former = _held.pop(key, None)
     _held[key] = _Held(descriptor, saved, owner)
     if former is not None:
-        os.close(former.descriptor)
+        close(former.descriptor)
     while len(_held) > _MOST_HELD:
-        os.close(_held.pop(next(iter(_held))).descriptor)
+        close(_held.pop(next(iter(_held))).descriptor)
 
 
 def release(owner: int) -> None:
     """Release the locks of `owner`, so that other jobs can save."""
     for key in [key for key, held in _held.items() if held.owner == owner]:
-        os.close(_held.pop(key).descriptor)
+        close(_held.pop(key).descriptor)
 
 
 def _wait_for_lock(index: Path, newest: Saved, deadline: float) -> bool:
@@ -660,7 +688,7 @@ def _is_held(path: Path) -> bool:
 def _release_in_child() -> None:
     """Close descriptors in a forked child, which would keep the locks alive."""
     for held in _held.values():
-        os.close(held.descriptor)
+        close(held.descriptor)
     _held.clear()
 
 

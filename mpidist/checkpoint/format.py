@@ -50,6 +50,9 @@ _PATTERN = re.compile(
     rb"mpidist checkpoint (\d+), header of (\d{12}) bytes, crc32 ([0-9a-f]{8})\n"
 )
 _LINE_BYTES = len(_FIRST.format(FORMAT, 0, 0))
+# How each file of a checkpoint begins, from its first byte on the disk on
+_BEGIN = _FIRST.partition("{")[0].encode()
+_INCOMPLETE = _BEGIN + b"that is not complete\n"
 # Limits on what is read before its checksum is verified, as damaged files may claim any
 # size. Enough for the header of 16 TiB of arrays, and for a million small arrays
 _LARGEST_BYTES = 64 << 20
@@ -149,9 +152,11 @@ def parse_first(data: bytes) -> tuple[int, int]:
       ValueError: not a header that this version reads.
     """
     # The first line is read alone: it says how much more to read.
+    if not data.startswith(_BEGIN):
+        raise _ForeignError("it does not begin like a checkpoint of mpidist")
     match = _PATTERN.match(data)
     if match is None:
-        raise ValueError("it does not begin like a checkpoint of mpidist")
+        raise ValueError("it was not completed, or its first line is damaged")
     version, length, crc32 = int(match[1]), int(match[2]), int(match[3], 16)
     if version != FORMAT:
         raise ValueError(f"its format is {version}; this mpidist reads {FORMAT}")
@@ -235,19 +240,9 @@ def _file_name(value: Any) -> str:
     return value
 
 
-# How each file of a checkpoint begins, from its first byte on the disk on
-_BEGIN = _FIRST.partition("{")[0].encode()
-_INCOMPLETE = _BEGIN + b"that is not complete\n"
-
-
-def is_begun(path: FilePath) -> bool:
-    """Return whether a file begins as those of a checkpoint do.
-
-    Raises:
-      CheckpointError: it cannot be read.
-    """
-    with open_file(path) as descriptor:
-        return read_fully(descriptor, len(_BEGIN), 0) == _BEGIN
+def is_begun(descriptor: int) -> bool:
+    """Return whether an open file begins as those of a checkpoint do."""
+    return read_fully(descriptor, len(_BEGIN), 0) == _BEGIN
 
 
 def read_header(path: FilePath) -> Header:
@@ -295,7 +290,10 @@ def read_header_bytes(descriptor: int) -> bytes:
     Raises:
       ValueError: there is none that this version reads.
     """
-    length, _ = parse_first(read_fully(descriptor, _LINE_BYTES, 0))
+    begin = read_fully(descriptor, _SMALLEST, 0)
+    length, _ = parse_first(begin)
+    if length <= len(begin):
+        return begin[:length]
     # Less would be read, and the checksum would be blamed.
     if length > os.fstat(descriptor).st_size:
         raise ValueError("it ends in its header")
@@ -304,6 +302,14 @@ def read_header_bytes(descriptor: int) -> bytes:
 
 class DamagedError(CheckpointError):
     """A file is missing or damaged; an earlier checkpoint may be used instead."""
+
+
+class ForeignError(DamagedError):
+    """A file that is not of a checkpoint."""
+
+
+class _ForeignError(ValueError):
+    """Bytes that are not of a checkpoint."""
 
 
 class MissingError(DamagedError):
@@ -332,7 +338,8 @@ def damage(path: FilePath) -> Iterator[None]:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     except Exception as error:  # damaged files make HDF5 raise almost anything
         reason = str(error) or type(error).__name__
-        raise DamagedError(f"{path}: the checkpoint is damaged: {reason}") from error
+        kind = ForeignError if isinstance(error, _ForeignError) else DamagedError
+        raise kind(f"{path}: the checkpoint is damaged: {reason}") from error
 
 
 # Bytes that are hashed and written in turn: they stay in the CPU cache in between

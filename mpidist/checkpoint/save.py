@@ -66,7 +66,7 @@ from mpidist.device import arrays
 from mpidist.device.memory import Pinned
 from mpidist.errors import CheckpointError, RankLostError
 from mpidist.strategy.strategy import Strategy
-from mpidist.util.files import AtomicFile, sync_directory
+from mpidist.util.files import AtomicFile, close, sync_directory
 from mpidist.util.mounts import wait_for_file
 
 # Which checkpoint is preserved last, and what is called after a save
@@ -480,7 +480,7 @@ class Saving:
         Saving.in_use.discard(self.id)
         # Closing the descriptors releases the locks.
         while self._locks:
-            os.close(self._locks.pop())
+            close(self._locks.pop())
         self.shard = self.index_nodes = {}
         if self.rank == 0 and not self._may_exist:
             for name in self.shard_names:
@@ -508,7 +508,8 @@ class Saving:
             complete, but perhaps not on the disk yet.
         """
         # Sizes and checksums of all shards are in the index: it refuses foreign ones.
-        shards = tuple(self._wait_for_shard(name) for name in self.shard_names)
+        with unwritable(self.index):
+            shards = tuple(map(self._wait_for_shard, self.shard_names))
         now = datetime.datetime.now(datetime.timezone.utc)
         attributes = {
             "saved": now.isoformat(timespec="seconds"),
@@ -528,8 +529,8 @@ class Saving:
             self.index, nodes, attributes, header, self._publish, locks, self.begun
         )
         self.index_nodes = {}
-        directories.hold(self.index, locks.pop(), header, self.owner)
         try:
+            directories.hold(self.index, locks.pop(), header, self.owner)
             sync_directory(self.index.parent)
         except OSError as error:
             raise CheckpointError(

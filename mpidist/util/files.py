@@ -95,6 +95,12 @@ def read_fully(descriptor: int, size: int, offset: int) -> bytes:
     return b"".join(parts)
 
 
+def close(descriptor: int) -> None:
+    """Close a file that was written by others, or flushed; errors mean nothing then."""
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
+
+
 def user_directory(
     variable: str, default: str, environ: Mapping[str, str] = os.environ
 ) -> Path | None:
