@@ -173,6 +173,8 @@ class DistributedIterator:
         counters.end_input(begun, communication)
         if local_batch is None:
             counters.end_epoch(self._plan.has_cache)
+            for watcher in self._plan.extended.batch_watchers:
+                watcher.end(self._plan, self._epoch)
         return local_batch
 
     def _distributed(self, local_batch: LocalBatch) -> Any:
