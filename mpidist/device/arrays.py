@@ -328,6 +328,12 @@ def find_change(value: Any, array: Any) -> str:
         texts = np.asarray(value, object).ravel().tolist()
         if any(text[-1:] in ("\0", b"\0") for text in texts):
             return "has text with NULs at the end, which arrays drop"
+    if (nulls := sum(map(_null_count, getattr(value, "columns", [value])))) > 0:
+        marked = 0  # PyArrow gives nulls of dictionaries the value of others
+        if array.dtype.kind in "fcmM":
+            marked = np.count_nonzero(np.isnan(array))
+        if marked < nulls:
+            return f"has missing values, which {array.dtype} does not hold; fill them"
     declared = ", ".join(sorted(set(declared_dtypes(value))))
     if array.dtype.kind not in "fc" or not declared or _FLOATS.match(declared):
         return ""
@@ -338,6 +344,12 @@ def find_change(value: Any, array: Any) -> str:
         f"would be rounded to {array.dtype}; fill or drop them, for example with "
         "fillna(-1)"
     )
+
+
+def _null_count(column: Any) -> int:
+    """Return the number of missing values in a column of PyArrow, else 0."""
+    count = getattr(column, "null_count", 0)
+    return count if isinstance(count, int) else 0
 
 
 def declared_dtypes(value: Any) -> list[str]:

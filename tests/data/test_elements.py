@@ -241,6 +241,10 @@ ARGUMENTS = {
         lambda: pytest.importorskip("polars").DataFrame({"x": IDS, "y": [1, 2, 3]}),
         "rounded",
     ),
+    "dictionary of PyArrow": (
+        lambda: pytest.importorskip("pyarrow").array([True, None]).dictionary_encode(),
+        "missing values",
+    ),
     "columns of PyArrow": (lambda: arrow_table(x=[2**60 + 1], y=[0.5]), "data frame"),
     "missing flags": (
         lambda: pytest.importorskip("pandas").Series([True, None], dtype="boolean"),

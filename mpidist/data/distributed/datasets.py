@@ -26,6 +26,7 @@ from mpidist.data.dataset import (
 from mpidist.data.distributed.iterator import DistributedIterator
 from mpidist.data.distributed.reader import ReadPlan, count_steps, divide, is_global
 from mpidist.data.distributed.shared_caches import require_shareable, share
+from mpidist.data.elements import dtype_text
 from mpidist.data.iter_dataset import UNKNOWN_CARDINALITY, IterDataset
 from mpidist.data.iterator import EpochCounter, Origin
 from mpidist.data.map_dataset import Epoch, MapDataset
@@ -377,7 +378,7 @@ def _describe_elements(call: str, batches: _OwnBatches) -> CallSignature:
     assert isinstance(batches.pipeline, MapDataset)
     leaves, spec = nest.flatten(batches.pipeline.empty_batch(Epoch()))
     # Only the number of dimensions: lengths may differ between replicas
-    leaf_specs = tuple((a.dtype.name, f"{a.ndim} dimensions") for a in leaves)
+    leaf_specs = tuple((dtype_text(a.dtype), f"{a.ndim} dimensions") for a in leaves)
     return CallSignature(call, (), spec, leaf_specs)
 
 

@@ -23,6 +23,7 @@ from mpidist.data.distributed.reader import (
     start_reader,
 )
 from mpidist.data.distributed.shared_caches import reorder
+from mpidist.data.elements import dtype_text
 from mpidist.data.iterator import EpochCounter, make_state, read_state
 from mpidist.data.map_dataset import Epoch
 from mpidist.data.optional import Optional
@@ -502,7 +503,8 @@ class BatchSpec(NamedTuple):
     def of(cls, template: Any) -> BatchSpec:
         """Return the spec of batches like `template`."""
         leaves, spec = nest.flatten(template)
-        text = f"{spec} of {[f'{a.dtype.name} {a.ndim} dimensions' for a in leaves]}"
+        kinds = [f"{dtype_text(a.dtype)} {a.ndim} dimensions" for a in leaves]
+        text = f"{spec} of {kinds}"
         try:
             pickled = pickle.dumps(template)
             pickle.loads(pickled)
