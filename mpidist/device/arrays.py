@@ -328,11 +328,11 @@ def find_change(value: Any, array: Any) -> str:
         texts = np.asarray(value, object).ravel().tolist()
         if any(text[-1:] in ("\0", b"\0") for text in texts):
             return "has text with NULs at the end, which arrays drop"
-    if (nulls := sum(map(_null_count, getattr(value, "columns", [value])))) > 0:
-        marked = 0  # PyArrow gives nulls of dictionaries the value of others
-        if array.dtype.kind in "fcmM":
-            marked = np.count_nonzero(np.isnan(array))
-        if marked < nulls:
+    columns = value.columns if hasattr(type(value), "columns") else [value]
+    if (nulls := sum(map(_null_count, columns))) > 0:
+        # PyArrow gives nulls of dictionaries the value of others
+        can_mark = array.dtype.kind in "fcmM"
+        if not can_mark or np.count_nonzero(np.isnan(array)) < nulls:
             return f"has missing values, which {array.dtype} does not hold; fill them"
     declared = ", ".join(sorted(set(declared_dtypes(value))))
     if array.dtype.kind not in "fc" or not declared or _FLOATS.match(declared):

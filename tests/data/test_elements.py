@@ -242,7 +242,11 @@ ARGUMENTS = {
         "rounded",
     ),
     "dictionary of PyArrow": (
-        lambda: pytest.importorskip("pyarrow").array([True, None]).dictionary_encode(),
+        lambda: (
+            pytest.importorskip("pyarrow")
+            .chunked_array([[True, None]])
+            .dictionary_encode()
+        ),
         "missing values",
     ),
     "columns of PyArrow": (lambda: arrow_table(x=[2**60 + 1], y=[0.5]), "data frame"),
