@@ -64,6 +64,7 @@ class DistributedIterator:
         # of steps, unless a copy to a GPU may fail.
         self._agrees_per_step = not plan.is_global or plan.may_put_fail
         self._start(epochs.next_epoch())
+        plan.extended.inputs.add(self)
 
     def __repr__(self) -> str:
         def describe() -> str:
@@ -195,6 +196,7 @@ class DistributedIterator:
         that `next` has returned, the seed of shuffles without one, and hashes that
         identify the dataset. Prefetched batches do not count.
         """
+        self._epochs.is_saved = True
         # Equal on all ranks by construction, so nothing needs to be exchanged.
         return make_state(self._plan.origin, self._epoch, self._step)
 
@@ -246,6 +248,12 @@ class DistributedIterator:
             self._skip(step)
         # The next iteration over the dataset follows the state's epoch.
         self._epochs.resume_after(epoch)
+        self._epochs.is_saved = True
+
+    def would_repeat_rows(self) -> bool:
+        """Return whether a job that resumes without a state would read rows again."""
+        is_within = 0 < self._step != self._plan.cardinality and not self._is_closed
+        return is_within and not self._epochs.is_saved
 
     def close(self) -> None:
         """End the iteration: end threads, close files. Not collective."""
