@@ -330,7 +330,7 @@ class DistributedDataset:
             fold(error)
             raise
 
-    def would_repeat_rows(self) -> bool:
+    def _would_repeat_rows(self) -> bool:
         """Return whether a job that resumes without a state would read rows again."""
         is_lost = self._epochs.has_begun and not self._epochs.is_saved
         return is_lost and is_reshuffled(self._plan.pipeline)
@@ -358,7 +358,7 @@ def warn_unsaved_place(extended: ReplicaGroup) -> None:
     if _has_warned or extended.replica_id:
         return
     if (
-        lost := next((i for i in extended.inputs if i.would_repeat_rows()), None)
+        lost := next((i for i in extended.inputs if i._would_repeat_rows()), None)
     ) is None:
         return
     _has_warned = True

@@ -250,7 +250,7 @@ class DistributedIterator:
         self._epochs.resume_after(epoch)
         self._epochs.is_saved = True
 
-    def would_repeat_rows(self) -> bool:
+    def _would_repeat_rows(self) -> bool:
         """Return whether a job that resumes without a state would read rows again."""
         is_within = 0 < self._step != self._plan.cardinality and not self._is_closed
         return is_within and not self._epochs.is_saved
