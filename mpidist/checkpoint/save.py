@@ -123,7 +123,8 @@ class Saver:
         index, nodes, digests, _ = extended.consensus.run(
             operation, self._read_state, find, same=operator.itemgetter(3)
         )
-        warn_unsaved_place(extended)
+        if extended.inputs:
+            warn_unsaved_place(extended)
         in_shard: Nodes | None = None
         if digests:  # on all ranks
             in_shard = join_ranks(extended, operation, nodes, digests, shard_bytes)

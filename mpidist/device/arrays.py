@@ -324,7 +324,8 @@ def find_change(value: Any, array: Any) -> str:
       value: an object of another library, or a data frame.
       array: without Python objects.
     """
-    if array.dtype.kind in "SU":
+    declared = ", ".join(sorted(set(declared_dtypes(value))))
+    if declared and array.dtype.kind in "SU":
         texts = np.asarray(value, object).ravel().tolist()
         if any(text[-1:] in ("\0", b"\0") for text in texts):
             return "has text with NULs at the end, which arrays drop"
@@ -334,15 +335,11 @@ def find_change(value: Any, array: Any) -> str:
         can_mark = array.dtype.kind in "fcmM"
         if not can_mark or np.count_nonzero(np.isnan(array)) < nulls:
             return f"has missing values, which {array.dtype} does not hold; fill them"
-    declared = ", ".join(sorted(set(declared_dtypes(value))))
-    if array.dtype.kind not in "fc" or not declared or _FLOATS.match(declared):
-        return ""
-    if not is_beyond_exact(array):
+    if not declared or _FLOATS.match(declared) or not is_beyond_exact(array):
         return ""
     return (
         f"has dtype {declared} and missing or other values, so that large integers "
-        f"would be rounded to {array.dtype}; fill or drop them, for example with "
-        "fillna(-1)"
+        f"would be rounded to {array.dtype}; fill or drop them, as fillna(-1) does"
     )
 
 
@@ -353,12 +350,12 @@ def _null_count(column: Any) -> int:
 
 
 def declared_dtypes(value: Any) -> list[str]:
-    """Return the dtypes of a column, or of a data frame's columns; [] if unknown."""
+    """Return the dtypes of a data frame's columns, or a column's if not NumPy's."""
     kind = type(value)  # attributes of a frame may be its columns
     for name in "dtype", "type":
         if hasattr(kind, name):
             dtype = getattr(value, name)
-            return [dtype.name if isinstance(dtype, np.dtype) else str(dtype)]
+            return [] if isinstance(dtype, np.dtype) else [str(dtype)]
     if hasattr(kind, "dtypes"):
         return list(map(str, value.dtypes))
     return list(map(str, value.schema.types)) if hasattr(kind, "schema") else []
@@ -374,8 +371,8 @@ def is_beyond_exact(array: Any, dtype: Any = None) -> bool:
     dtype = array.dtype if dtype is None else dtype
     if dtype.kind not in "fc" or array.dtype.kind not in _NUMERIC_KINDS:
         return False
-    is_known = dtype.num < 256  # not one of ml_dtypes
-    digits = np.finfo(dtype).nmant + 1 if is_known else 53
+    # ml_dtypes has numbers from 256 on
+    digits = np.finfo(dtype).nmant + 1 if dtype.num < 256 else 53
     with np.errstate(all="ignore"):
         return bool((np.abs(array) >= 2.0**digits).any())
 

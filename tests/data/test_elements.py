@@ -385,3 +385,14 @@ def test_repetitions_and_joined_datasets_keep_the_order(maps):
     for size in (1, 4, 7):
         batches = dataset.map(lambda i: i).batch(size) if maps else dataset.batch(size)
         assert np.concatenate(list(batches)).tolist() == expected
+
+
+@pytest.mark.parametrize("package", ["pandas", "polars"])
+def test_collectives_and_files_do_not_round_columns(strategy, mpi_tmp_path, package):
+    ids = column(package, "Series", *["Int64"] * (package == "pandas"))
+    with pytest.raises(mpidist.DTypeError, match="rounded"):
+        strategy.reduce("SUM", ids)
+    with mpidist.Hdf5Writer(strategy, mpi_tmp_path / "ids.h5") as writer:
+        with pytest.raises(mpidist.DTypeError, match="rounded"):
+            writer.append(ids)
+        writer.append(ids[2:])
