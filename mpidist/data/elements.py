@@ -286,8 +286,7 @@ def _join_leaves(
     dtypes = {a.dtype for a in plain}
     if any(dtype.hasobject for dtype in dtypes):
         plain = [plain_array(a, name) for a in plain]  # refuses Python objects
-    texts = {dtype_text(dtype) for dtype in dtypes} if len(dtypes) > 1 else ()
-    if len(texts) > 1:
+    if len(dtypes) > 1 and len(texts := {dtype_text(d) for d in dtypes}) > 1:
         reason = (
             f"the elements of a batch must have one dtype, but {name} is "
             f"{' and '.join(sorted(texts))} in different elements; convert it with "
@@ -297,14 +296,11 @@ def _join_leaves(
             raise DataError(reason)
         _warn_once(f"{reason}. (In a distributed dataset this is an error)")
     try:
-        joined = join(plain)
+        return join(plain)
     except (ValueError, TypeError) as error:
         raise DataError(
             f"elements that differ cannot make a batch: {name}: {error}"
         ) from error
-    if len(texts) > 1 and not all(_is_kept(a, joined.dtype) for a in plain):
-        raise DataError(f"{reason}: large integers would be rounded")
-    return joined
 
 
 # Of a context, because iterable datasets read ahead in threads
