@@ -234,3 +234,34 @@ CHECKS = {
 
 def test_the_checks_are_those_of_answers():
     assert {short(name) for name in ANSWERS} >= set(CHECKS)
+
+
+class Ended(Exception):
+    """The job ended after a save."""
+
+
+class EndingManager(mpidist.CheckpointManager):
+    """Ends the job after its first save."""
+
+    def save(self, *args, **kwargs):
+        super().save(*args, **kwargs)
+        raise Ended
+
+
+def test_a_resumed_job_reads_what_the_ended_one_had_not(files, monkeypatch):
+    (title,) = [title for title in ANSWERS if title.startswith("Resume a job")]
+    blocks = [block for block in ANSWERS[title] if not is_missing(block)]
+    for number, block in enumerate(blocks):
+        monkeypatch.setitem(ANSWERS, "whole", [block.replace("run", f"a{number}")])
+        monkeypatch.setitem(ANSWERS, "parts", [block.replace("run", f"b{number}")])
+        whole = run("whole")
+        with monkeypatch.context() as patch:
+            patch.setattr(mpidist, "CheckpointManager", EndingManager)
+            with pytest.raises(Ended):
+                run("parts")
+        parts = run("parts")
+        if "model" in parts:
+            for one, other in zip(*(n["model"].parameters() for n in (whole, parts))):
+                assert one.equal(other)
+        else:
+            np.testing.assert_array_equal(whole["state"].w, parts["state"].w)

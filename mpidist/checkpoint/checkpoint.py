@@ -21,6 +21,8 @@ from mpidist.checkpoint.tree import Tracked, escape
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.topology import job_size
 from mpidist.context import get_strategy, has_strategy, require_cross_replica
+from mpidist.data.distributed.converted import ConvertedIterator
+from mpidist.data.distributed.iterator import DistributedIterator
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.strategy.strategy import Strategy
 from mpidist.util import validation
@@ -54,6 +56,10 @@ class Checkpoint(Tracked):
     A checkpoint restores identically on any number of ranks, except for per-rank state,
     which needs the same number of ranks. Random generators are an exception: surplus
     states are ignored, and new ranks get states seeded by all saved ones and the rank.
+
+    A job that resumes needs the place in its input: save the iterator that it reads
+    (see the example of `CheckpointManager`). If a distributed dataset of the strategy
+    would begin anew, rank 0 warns, once.
 
     An object, or memory, may stand at several places. If the saved values of these
     places fit together, it stays one object. If not, an array, a generator or a
@@ -347,6 +353,8 @@ class Checkpoint(Tracked):
         if name in self._find_objects_of_root():
             raise ArgumentError(f"{name!r} is an object of root: assign it there")
         self._objects[name] = value
+        if isinstance(value, DistributedIterator | ConvertedIterator):
+            value.get_state()  # what is saved, if only later: see warn_unsaved_place
 
     def __getattr__(self, name: str) -> Any:
         # copy and pickle ask for names before __init__ has run: no recursion then.

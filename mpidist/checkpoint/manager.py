@@ -120,6 +120,22 @@ class CheckpointManager:
       >>> import os
       >>> sorted(os.listdir("job"))
       ['ckpt-2.h5', 'ckpt-3.h5']
+
+      A job that may be ended at any time, and started again:
+
+      >>> rows = mpidist.Dataset.range(6).shuffle(seed=0).batch(4)
+      >>> train = strategy.experimental_distribute_dataset(rows)
+      >>> state = mpidist.Checkpoint(sum=0, epoch=0, batches=iter(train))
+      >>> manager = mpidist.CheckpointManager(state, "sums", max_to_keep=2)
+      >>> _ = manager.restore_or_initialize()
+      >>> while state.epoch < 2:
+      ...     for batch in state.batches:
+      ...         state.sum += int(strategy.reduce("SUM", batch, axis=0))
+      ...         path = manager.save()
+      ...     state.epoch, state.batches = state.epoch + 1, iter(train)
+      ...     path = manager.save()
+      >>> state.sum
+      30
     """
 
     def __init__(

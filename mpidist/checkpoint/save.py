@@ -62,6 +62,7 @@ from mpidist.checkpoint.tree import Path as NodePath
 from mpidist.comm.consensus.consensus import Fields
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.context import Scope
+from mpidist.data.distributed.datasets import warn_unsaved_place
 from mpidist.device import arrays
 from mpidist.device.memory import Pinned
 from mpidist.errors import CheckpointError, RankLostError
@@ -137,6 +138,8 @@ class Saver:
         index, nodes, digests, _ = extended.consensus.run(
             operation, self._read_state, find, same=operator.itemgetter(3)
         )
+        if extended.inputs:
+            warn_unsaved_place(extended)
         in_shard: Nodes | None = None
         if digests:  # on all ranks
             in_shard = join_ranks(extended, operation, nodes, digests, shard_bytes)

@@ -153,6 +153,8 @@ class ReplicaGroup:
         self.is_default = False
         # Told of each batch of a distributed dataset, by the iterators in `data`
         self.batch_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Distributed datasets and their iterators, which checkpoints ask for places
+        self.inputs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._resources = _Resources(
             weakref.ref(self),
             self.topology,

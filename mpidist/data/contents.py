@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,12 @@ _HINT = (
 )
 _NUMBERS = (bool, int, float, complex, np.generic)
 _VALUES = (*_NUMBERS, str, bytes, os.PathLike, type(None))
+# Packages of tables, and the names and columns of one
+_TABLES: dict[str, Callable[[Any], Iterable[tuple[Any, Any]]]] = {
+    "pandas": lambda table: table.items(),
+    "polars": lambda table: zip(table.columns, table.iter_columns(), strict=True),
+    "pyarrow": lambda table: zip(table.column_names, table.columns, strict=True),
+}
 
 
 def describe_contents(steps: Any, rank: int) -> tuple[tuple[str, str], ...]:
@@ -91,9 +97,9 @@ def _sources(steps: Any) -> list[list[tuple[str, Any]]]:
 def held_arrays(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield the names and the arrays that an indexable object holds.
 
-    These are arrays, tensors, tables of Pandas and Polars, and lists of numbers, text
-    and paths in its attributes and items, and in the variables of functions that it
-    holds. GPU arrays are copied to the host.
+    These are arrays, tensors, tables of pandas, Polars and PyArrow, and lists of
+    numbers, text and paths in its attributes and items, and in the variables of
+    functions that it holds. GPU arrays are copied to the host.
     """
     yield from _held(value, name, {})
 
@@ -112,8 +118,14 @@ def _held(value: Any, name: str, seen: dict[int, Any]) -> Iterator[tuple[str, An
 
 def _array_of(value: Any) -> Any:
     """Return arrays, tensors, and lists of values as an array of NumPy; or None."""
-    if type(value).__module__.partition(".")[0] in ("pandas", "polars"):
-        value = np.asarray(value) if hasattr(value, "__array__") else value
+    if _package(value) in _TABLES and hasattr(value, "__array__"):
+        if hasattr(type(value), "columns"):
+            return None  # each column has its own dtype
+        array = np.asarray(value)
+        has_changed = array.dtype.hasobject or arrays.find_change(value, array)
+        # Missing values, and scalars of PyArrow, as text
+        items = (str(x) if _package(x) in _TABLES else x for x in value)
+        value = list(items) if has_changed else array
     if isinstance(value, np.ndarray):
         if value.dtype.char != "O":
             return np.asarray(value)
@@ -139,7 +151,7 @@ def _list_as_array(items: Sequence[Any]) -> Any:
         return None
     if all(issubclass(kind, _NUMBERS) for kind in kinds):
         array = np.asarray(items)
-        if not array.dtype.hasobject:
+        if not (array.dtype.hasobject or arrays.is_beyond_exact(array)):
             return array
     texts = [item if isinstance(item, str) else _text_of(item) for item in items]
     first, last = min(texts), max(texts)
@@ -147,6 +159,10 @@ def _list_as_array(items: Sequence[Any]) -> Any:
     folder = 1 + first.rfind(os.sep, 0, sum(1 for _ in equal))
     joined = repr([text[folder:] for text in texts])
     return np.frombuffer(joined.encode("utf-8", "surrogatepass"), np.uint8)
+
+
+def _package(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
 
 
 def _text_of(item: Any) -> str:
@@ -157,8 +173,9 @@ def _text_of(item: Any) -> str:
 def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, np.ndarray):
         value = value.ravel().tolist()
-    if isinstance(value, dict):
-        items: Any = value.items()
+    columns = _TABLES.get(_package(value)) if hasattr(type(value), "columns") else None
+    if isinstance(value, dict) or columns:
+        items = columns(value) if columns else value.items()
         yield from ((f"{name}[{key!r}]", item) for key, item in items)
     elif isinstance(value, list | tuple):
         yield from _parts_of_list(value, name)

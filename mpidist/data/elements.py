@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 
 from mpidist.device import arrays
-from mpidist.errors import ArgumentError, DataError
+from mpidist.errors import ArgumentError, DataError, MpidistError
 from mpidist.util import nest, validation
 from mpidist.util.notices import warn
 
 # Others add something that an array lacks: a mask, units, another `*`
 _LOSSLESS = (np.ndarray, np.memmap, np.recarray)
 _NUMBERS = {bool, int, float, np.bool_, np.int64, np.int32, np.float64, np.float32}
-_LARGEST_EXACT = 2**53  # float64 holds all integers up to it
 
 
 def from_lists(value: Any) -> Any:
@@ -60,14 +59,13 @@ def _array_of_list(value: list[Any]) -> Any:
             "use Dataset.range(len(rows)).map(lambda i: rows[i]), and pad them in map()"
         ) from error
     kind = array.dtype.kind
-    if kind in "SU" or (kind in "fc" and _is_large(array)):
-        items = list(_items(value))
-        if not all(_is_kept(item, kind) for item in items):
-            raise DataError(
-                "a list of data mixes values that no dtype holds (such as numbers and "
-                f"text, or large integers and floats), or has NULs at the end of text: "
-                f"as {array.dtype} they would change; return arrays"
-            )
+    may_change = kind in "SUTmM" or arrays.is_beyond_exact(array)
+    if may_change and not all(_is_kept(item, array.dtype) for item in _items(value)):
+        raise DataError(
+            "a list of data mixes values that no dtype holds (such as numbers and "
+            f"text, or large integers and floats), or has NULs at the end of text: as "
+            f"{array.dtype} they would change; return arrays"
+        )
     return array
 
 
@@ -89,19 +87,18 @@ def _items(value: Any) -> Iterator[Any]:
             yield item
 
 
-def _is_large(array: Any) -> bool:
-    with np.errstate(all="ignore"):
-        return bool((np.abs(array) >= _LARGEST_EXACT).any())
-
-
-def _is_kept(item: Any, kind: str) -> bool:
-    """Return whether an array of this dtype kind holds an item of a list exactly."""
+def _is_kept(item: Any, dtype: np.dtype[Any]) -> bool:
+    """Return whether an array of this dtype holds an item of a list exactly."""
     if isinstance(item, str | bytes):
-        return (kind == "U") == isinstance(item, str) and not _ends_with_nul(item)
-    array = np.asarray(item)
-    if kind in "SU":
-        return array.dtype.kind == kind
-    return array.dtype.kind not in "iu" or not _is_large(array)
+        is_text = dtype.kind in "UT"
+        return is_text == isinstance(item, str) and not _ends_with_nul(item)
+    array = plain_array(item, "a list of data")
+    if dtype.kind in "SUTmM" and array.dtype.kind != dtype.kind:
+        return False
+    if dtype.kind in "mM":  # another unit, in which long times overflow
+        again = array.astype(dtype).astype(array.dtype)
+        return bool(((again == array) | np.isnat(array)).all())
+    return array.dtype.kind not in "iu" or not arrays.is_beyond_exact(array, dtype)
 
 
 def _ends_with_nul(text: str | bytes) -> bool:
@@ -169,20 +166,31 @@ def plain_array(leaf: Any, name: str = "an element of a dataset") -> Any:
             f"{name} is {leaf!r}: arrays of text drop NULs at the end; convert it with "
             "np.frombuffer(value, np.uint8)"
         )
+    elif isinstance(leaf, np.generic | str | bytes):
+        array = np.asarray(leaf)
     elif arrays.is_device_array(leaf):
         array = leaf
-    elif not hasattr(getattr(leaf, "dtype", np.dtype("O")), "kind"):  # of PyTorch
-        array = arrays.to_array(leaf, name)
     else:
-        try:
-            _require_one_dtype(leaf, name)
-            array = np.asarray(leaf)
-        except DataError:
-            raise
-        except Exception as error:  # whatever another library raises
-            raise DataError(f"{_why_no_array(leaf, name)}: {error}") from error
+        array = _from_library(leaf, name)
     if array.dtype.hasobject and array.dtype.kind != "T":  # T: text of NumPy 2
         raise DataError(_why_no_array(leaf, name))
+    return array
+
+
+def _from_library(leaf: Any, name: str) -> Any:
+    """Return an array or a column of another library as an array."""
+    has_numpy_dtype = hasattr(getattr(leaf, "dtype", np.dtype("O")), "kind")
+    is_tensor = _is_array(leaf) and not has_numpy_dtype  # such as bfloat16 of PyTorch
+    try:
+        _require_one_dtype(leaf, name)
+        array = arrays.to_array(leaf, name) if is_tensor else np.asarray(leaf)
+        change = "" if array.dtype.hasobject else arrays.find_change(leaf, array)
+    except MpidistError:
+        raise
+    except Exception as error:  # whatever another library raises
+        raise DataError(f"{_why_no_array(leaf, name)}: {error}") from error
+    if change:
+        raise DataError(f"{name} {change}")
     return array
 
 
@@ -195,12 +203,11 @@ def is_plain(leaf: Any) -> bool:
 
 def _require_one_dtype(leaf: Any, name: str) -> None:
     """Raise if the columns of a data frame differ in dtype."""
-    dtypes = getattr(leaf, "dtypes", None)
-    if hasattr(leaf, "columns") and dtypes is not None and len(set(dtypes)) > 1:
-        kinds = ", ".join(sorted({str(dtype) for dtype in dtypes}))
+    dtypes = sorted(set(arrays.declared_dtypes(leaf)))
+    if len(dtypes) > 1 and hasattr(leaf, "columns"):
         raise DataError(
-            f"{name} is a data frame with columns of dtypes {kinds}, which would be "
-            "converted to one; pass dict(frame), of a column each"
+            f"{name} is a data frame with columns of dtypes {', '.join(dtypes)}, which "
+            "would be converted to one; pass dict(frame), of a column each"
         )
 
 
@@ -277,6 +284,8 @@ def _join_leaves(
 ) -> Any:
     plain = [a if type(a) is np.ndarray else plain_array(a, name) for a in leaves]
     dtypes = {a.dtype for a in plain}
+    if any(dtype.hasobject for dtype in dtypes):
+        plain = [plain_array(a, name) for a in plain]  # refuses Python objects
     if len(dtypes) > 1 and len(texts := {dtype_text(d) for d in dtypes}) > 1:
         reason = (
             f"the elements of a batch must have one dtype, but {name} is "
@@ -327,7 +336,7 @@ def dtype_text(dtype: np.dtype[Any]) -> str:
     """
     if dtype.kind in "SU":
         return "bytes" if dtype.kind == "S" else "str"
-    return str(dtype.newbyteorder("="))
+    return str(dtype if dtype.kind == "T" else dtype.newbyteorder("="))
 
 
 _CAN_COUNT = getattr(sys, "_is_gil_enabled", lambda: True)()

@@ -28,10 +28,20 @@ _EACH_READS_ALL = -1
 
 
 class EpochCounter:
-    """The next epoch of a dataset, shared by all of its iterators."""
+    """The next epoch of a dataset, shared by all of its iterators.
+
+    Attributes:
+      is_saved: whether the position of an iterator was asked for, or set.
+    """
 
     def __init__(self, entropy: int):
         self._next = Epoch(0, entropy)
+        self.is_saved = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is or was an iterator."""
+        return self._next.number > 0
 
     def next_epoch(self) -> Epoch:
         """Return the next epoch, and advance."""

@@ -51,7 +51,7 @@ class Shuffle(MapTransformation):
     ):
         super().__init__(parent)
         self._seed = seed
-        self._reshuffle = reshuffle
+        self.reshuffle = reshuffle
         self._window_chunks = window_chunks
 
     @property
@@ -59,7 +59,7 @@ class Shuffle(MapTransformation):
         return self._seed is None or self._parent.needs_entropy
 
     def describe(self) -> str:
-        arguments = f"{self._seed}, {self._reshuffle}, {self._window_chunks}"
+        arguments = f"{self._seed}, {self.reshuffle}, {self._window_chunks}"
         return f"{self._parent.describe()}.shuffle({arguments})"
 
     def before_batch(self, batch_size: int) -> MapDataset:
@@ -92,7 +92,7 @@ class Shuffle(MapTransformation):
         """Return the seed and the epoch number of the permutation."""
         seed = epoch.entropy if self._seed is None else self._seed
         # Without reshuffling every epoch has the order of epoch 0.
-        return seed, epoch.number if self._reshuffle else 0
+        return seed, epoch.number if self.reshuffle else 0
 
 
 _chunk_shuffle = functools.lru_cache(maxsize=8)(ChunkShuffle)
@@ -406,7 +406,7 @@ class IterShuffle(IterTransformation):
             )
         self._buffer_size = buffer_size
         self._seed = seed
-        self._reshuffle = reshuffle
+        self.reshuffle = reshuffle
 
     @property
     def needs_entropy(self) -> bool:
@@ -414,7 +414,7 @@ class IterShuffle(IterTransformation):
 
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
         seed = epoch.entropy if self._seed is None else self._seed
-        number = epoch.number if self._reshuffle else 0
+        number = epoch.number if self.reshuffle else 0
         # Numbered by epoch: the same epoch gives the same order after a restart.
         random = np.random.default_rng([sharding.to_word(seed), number])
         elements = self._parent.iterate(epoch)

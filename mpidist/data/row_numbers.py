@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.data.batching import Batch, Map
-from mpidist.data.caching import CacheBase, first_epoch
+from mpidist.data.caching import CacheBase, IterCache, first_epoch
 from mpidist.data.combining import Zip
 from mpidist.data.iter_dataset import IterDataset
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation, walk
@@ -30,6 +30,15 @@ class UnknownRowsError(Exception):
 def is_shuffled(dataset: MapDataset | IterDataset) -> bool:
     """Return whether a dataset has a shuffle somewhere."""
     return any(isinstance(part, Shuffle | IterShuffle) for part in walk(dataset))
+
+
+def is_reshuffled(dataset: MapDataset | IterDataset) -> bool:
+    """Return whether the order of the rows may be another one in each epoch."""
+    if isinstance(dataset, CacheBase | IterCache):
+        return False  # it keeps the order of its first epoch
+    if isinstance(dataset, Shuffle | IterShuffle) and dataset.reshuffle:
+        return True
+    return any(map(is_reshuffled, dataset.parents))
 
 
 def of_batch(dataset: Any, epoch: Epoch, step: int, share: BatchShare) -> Positions:

@@ -8,6 +8,7 @@ Communication and arithmetic work on NumPy arrays (CuPy arrays on a GPU replica)
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from typing import Any
 
@@ -20,6 +21,8 @@ from mpidist.values import ArrayView, DistributedValues, local_component
 
 _PYTHON_NUMBERS = (bool, int, float, complex)
 _NUMERIC_KINDS = "iufc"
+# How libraries call dtypes of floats: Float64, double[pyarrow], halffloat
+_FLOATS = re.compile(r"(?!.*int)(.*float|double|complex)", re.I)
 _FETCHED_BYTES = 16 << 20  # copied from a GPU at a time
 _SUMMED_BYTES = 256 << 10
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
@@ -69,6 +72,8 @@ def to_array(value: Any, name: str = "value") -> Any:
         array = _from_dlpack(value, name)
     elif hasattr(value, "__array__") or hasattr(value, "__array_interface__"):
         array = np.asarray(value)
+        if change := find_change(value, array):
+            raise DTypeError(f"{name} {change}")
     elif isinstance(value, bytearray | memoryview) or _has_buffer(value):
         array = np.asarray(memoryview(value))
     else:
@@ -307,6 +312,69 @@ def _from_dlpack(value: Any, name: str) -> Any:
 def is_lazy(value: Any) -> bool:
     """Return whether `to_array` copies a PyTorch tensor: see `_from_torch`."""
     return hasattr(value, "resolve_neg") and bool(value.is_neg() or value.is_conj())
+
+
+def find_change(value: Any, array: Any) -> str:
+    """Return how `array = np.asarray(value)` differs from a column; "" if it does not.
+
+    Missing values make floats of the integers of pandas, Polars and PyArrow, and arrays
+    of text drop NULs at the end.
+
+    Args:
+      value: an object of another library, or a data frame.
+      array: without Python objects.
+    """
+    declared = ", ".join(sorted(set(declared_dtypes(value))))
+    if declared and array.dtype.kind in "SU":
+        texts = np.asarray(value, object).ravel().tolist()
+        if any(text[-1:] in ("\0", b"\0") for text in texts):
+            return "has text with NULs at the end, which arrays drop"
+    columns = value.columns if hasattr(type(value), "columns") else [value]
+    if (nulls := sum(map(_null_count, columns))) > 0:
+        # PyArrow gives nulls of dictionaries the value of others
+        can_mark = array.dtype.kind in "fcmM"
+        if not can_mark or np.count_nonzero(np.isnan(array)) < nulls:
+            return f"has missing values, which {array.dtype} does not hold; fill them"
+    if not declared or _FLOATS.match(declared) or not is_beyond_exact(array):
+        return ""
+    return (
+        f"has dtype {declared} and missing or other values, so that large integers "
+        f"would be rounded to {array.dtype}; fill or drop them, as fillna(-1) does"
+    )
+
+
+def _null_count(column: Any) -> int:
+    """Return the number of missing values in a column of PyArrow, else 0."""
+    count = getattr(column, "null_count", 0)
+    return count if isinstance(count, int) else 0
+
+
+def declared_dtypes(value: Any) -> list[str]:
+    """Return the dtypes of a data frame's columns, or a column's if not NumPy's."""
+    kind = type(value)  # attributes of a frame may be its columns
+    for name in "dtype", "type":
+        if hasattr(kind, name):
+            dtype = getattr(value, name)
+            return [] if isinstance(dtype, np.dtype) else [str(dtype)]
+    if hasattr(kind, "dtypes"):
+        return list(map(str, value.dtypes))
+    return list(map(str, value.schema.types)) if hasattr(kind, "schema") else []
+
+
+def is_beyond_exact(array: Any, dtype: Any = None) -> bool:
+    """Return whether numbers are so large that floats may not hold integers exactly.
+
+    Args:
+      array: of numbers.
+      dtype: of the floats, by default that of the array.
+    """
+    dtype = array.dtype if dtype is None else dtype
+    if dtype.kind not in "fc" or array.dtype.kind not in _NUMERIC_KINDS:
+        return False
+    # ml_dtypes has numbers from 256 on
+    digits = np.finfo(dtype).nmant + 1 if dtype.num < 256 else 53
+    with np.errstate(all="ignore"):
+        return bool((np.abs(array) >= 2.0**digits).any())
 
 
 def _from_torch(tensor: Any, name: str) -> Any:

@@ -194,6 +194,22 @@ def _require_dtype(field: FieldSpec) -> None:
         )
 
 
+def with_wider_text(
+    others: Sequence[FieldSpec], fields: Sequence[FieldSpec]
+) -> tuple[FieldSpec, ...]:
+    """Return `fields`, with text at least as wide as in fields of the same names."""
+    dtypes = {field.name: field.dtype for field in others}
+
+    def widen(field: FieldSpec) -> FieldSpec:
+        other = dtypes.get(field.name, field.dtype)
+        is_wider = other.itemsize > field.dtype.itemsize
+        if other.kind == field.dtype.kind == "S" and is_wider:
+            return dataclasses.replace(field, dtype=other)
+        return field
+
+    return tuple(map(widen, fields))
+
+
 def require_same_fields(before: Sequence[FieldSpec], now: Sequence[FieldSpec]) -> None:
     """Raise an ArgumentError that names the first difference, if any."""
     names, new_names = [c.name for c in before], [c.name for c in now]
@@ -205,8 +221,6 @@ def require_same_fields(before: Sequence[FieldSpec], now: Sequence[FieldSpec]) -
         if old != new:
             raise ArgumentError(
                 f"append: rows of dataset {old.name!r} were {old}, and are now {new}"
-                + "; give text one width, as astype('S20') does"
-                * (old.dtype.kind == "S")
             )
 
 
@@ -214,6 +228,8 @@ def common_fields(
     call: str, fields: Sequence[tuple[FieldSpec, ...] | None]
 ) -> tuple[FieldSpec, ...]:
     """Return the fields that all ranks with rows have in common.
+
+    Text is as wide as the widest of any rank.
 
     Raises:
       MismatchError: they differ.
@@ -225,9 +241,11 @@ def common_fields(
             f"{call}: no rank appended rows, so the datasets are unknown; append zero "
             "rows to define them"
         )
-    if any(specs != known[0] for specs in known):
-        raise MismatchError(f"{call}: {_difference(fields)}")
-    return known[0]
+    widest = functools.reduce(with_wider_text, known)
+    alike = [specs and with_wider_text(widest, specs) for specs in fields]
+    if any(specs and specs != widest for specs in alike):
+        raise MismatchError(f"{call}: {_difference(alike)}")
+    return widest
 
 
 def _difference(fields: Sequence[tuple[FieldSpec, ...] | None]) -> str:
@@ -302,21 +320,39 @@ class ShardWriter:
             require_storable(fields)
             self._datasets = [_Dataset(c, self._storage) for c in fields]
             self.fields = fields
-        else:
-            require_same_fields(self.fields, fields)
+        elif fields != self.fields:
+            fields = with_wider_text(self.fields, fields)
+            require_same_fields(with_wider_text(fields, self.fields), fields)
+            self._widen(fields)
         self._is_whole = False
         for dataset, array in zip(self._datasets, by_name.values(), strict=True):
             self._write(dataset, functools.partial(dataset.append, self._hdf5, array))
         self._is_whole = True
         self.rows += count
 
-    def finish(self) -> None:
+    def _widen(self, fields: Sequence[FieldSpec]) -> None:
+        """Rewrite the datasets whose text is wider from now on."""
+        self._is_whole = False
+        for i, field in enumerate(fields):
+            before = self._datasets[i]
+            if field != before.field:
+                self._datasets[i] = wide = _Dataset(field, self._storage)
+                self._write(wide, functools.partial(before.move, self._hdf5, wide))
+        self.fields = tuple(fields)
+        self._is_whole = True
+
+    def finish(self, fields: Sequence[FieldSpec] = ()) -> None:
         """Write the buffered rows, and flush the file to the disk.
+
+        Args:
+          fields: of all ranks, whose text may be wider; by default as appended.
 
         Raises:
           DataError: this, or an earlier write, failed.
         """
         self._require_whole()
+        if self.rows and fields:
+            self._widen(fields)
         for dataset in self._datasets:
             self._write(dataset, functools.partial(dataset.finish, self._hdf5))
         self._checked("written", self._hdf5.close)
@@ -404,6 +440,15 @@ class _Dataset:
             self._hdf5 = self._create_small(file, rows)
         if rows and self.field.row_bytes:
             self._write(file, self._block[:rows])
+
+    def move(self, file: h5py.File, to: _Dataset) -> None:
+        """Append all rows to another dataset, which gets the name of this one."""
+        if self._hdf5 is not None:
+            del file[self.field.name]  # the rows can be read until the file is closed
+            step = len(self._block)
+            for start in range(0, self._written, step):
+                to.append(file, self._hdf5[start : start + step])
+        to.append(file, self._block[: self._buffered])
 
     def _write(self, file: h5py.File, rows: Any) -> None:
         if self._hdf5 is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,18 +16,21 @@ from mpidist.data.map_dataset import Epoch
 from mpidist.data.sources import Positions
 from mpidist.errors import ArgumentError, DataError
 from mpidist.hdf5.read import Hdf5Rows
-from mpidist.hdf5.shard_writer import FieldSpec, ShardWriter
+from mpidist.hdf5.shard_writer import FieldSpec, ShardWriter, with_wider_text
 from mpidist.strategy.extended import StrategyExtended
 from mpidist.util import nest, validation
 
 # Rows that a rank receives at a time
 _ROUND_BYTES = 16 << 20
 
+_Iteration = tuple[int, int]  # the dataset, in the order of first use, and the epoch
+
 
 class _Batch(NamedTuple):
     """A replica's part of a batch of a distributed dataset.
 
     Args:
+      iteration: the same on all replicas.
       plan: of the dataset.
       epoch: of the iteration.
       step: the batch.
@@ -34,6 +38,7 @@ class _Batch(NamedTuple):
       skipped: whether rows of an earlier batch of this iteration were not appended.
     """
 
+    iteration: _Iteration
     plan: ReadPlan
     epoch: Epoch
     step: int
@@ -59,10 +64,17 @@ class DatasetOrder:
         self._path = path
         self._fill_value = fill_value
         self._batch: _Batch | None = None  # that rows were appended for
+        # By their ids; kept, or a later one could have the id of an earlier one
+        self._plans: dict[int, tuple[int, ReadPlan]] = {}
         # Of each iteration, the batch that nothing was appended for
-        self._last: dict[tuple[int, int], _Batch] = {}
+        self._last: dict[_Iteration, _Batch] = {}
         self._numbers: list[Positions] = []  # in the dataset, of each appended batch
-        self._steps: list[tuple[int, int, int]] = []  # or epoch, step and rows of each
+        # Or the iteration, step and rows of each
+        self._steps: list[tuple[_Iteration, int, int]] = []
+        # The step that comes next, unless an iterator was set to another one
+        self._next: dict[_Iteration, int] = {}
+        self._gaps: set[_Iteration] = set()  # iterations that were not read in order
+        self._ended: set[_Iteration] = set()
         extended.batch_watchers.add(self)
 
     def close(self) -> None:
@@ -72,19 +84,30 @@ class DatasetOrder:
     def watch(self, plan: ReadPlan, epoch: Epoch, step: int, batch: Any) -> None:
         """Note the batch that an iterator returns."""
         lengths = [len(leaf) for leaf in nest.flatten(batch)[0] if np.ndim(leaf)]
-        key = id(plan), epoch.number
-        former = self._last.get(key)
-        skipped = former is not None and (former.skipped or former.rows > 0)
-        rows = max(lengths, default=0)
-        self._last[key] = _Batch(plan, epoch, step, rows, skipped)
+        key = self._iteration(plan, epoch)
+        noted = _Batch(key, plan, epoch, step, max(lengths, default=0))
+        if (former := self._last.get(key)) is not None:
+            noted = noted._replace(skipped=former.skipped or former.rows > 0)
+        self._last[key] = noted
+        if step != self._next.get(key, 0):
+            self._gaps.add(key)
+        self._next[key] = step + 1
+        if step + 1 == plan.cardinality:
+            self._ended.add(key)
+
+    def end(self, plan: ReadPlan, epoch: Epoch) -> None:
+        """Note that an iteration has returned all batches."""
+        self._ended.add(self._iteration(plan, epoch))
+
+    def _iteration(self, plan: ReadPlan, epoch: Epoch) -> _Iteration:
+        number, _ = self._plans.setdefault(id(plan), (len(self._plans), plan))
+        return number, epoch.number
 
     def _last_batch(self) -> _Batch:
         """Return the batch that rows are appended for."""
         before = self._batch
-        if before is not None:
-            key = id(before.plan), before.epoch.number
-            if key in self._last:  # the same iteration goes on
-                return self._last[key]
+        if before is not None and before.iteration in self._last:  # it goes on
+            return self._last[before.iteration]
         batches = list(self._last.values())
         if len(batches) > 1:  # of which some were read for another purpose
             batches = [batch for batch in batches if not batch.skipped]
@@ -122,6 +145,7 @@ class DatasetOrder:
                 "append: order='dataset' needs batches that the replicas divide; here "
                 "each replica reads a dataset of its own"
             )
+        self._require_one_dataset(batch)
         pipeline, share = batch.plan.pipeline, batch.plan.share
         try:
             numbers = row_numbers.of_batch(pipeline, batch.epoch, batch.step, share)
@@ -132,8 +156,27 @@ class DatasetOrder:
                     "which is shuffled before filter, unbatch, zip or interleave, or "
                     "in a generator's order; shuffle rows with known numbers"
                 ) from None
-            return batch, (batch.epoch.number, batch.step, rows)
+            self._require_all_before(batch)
+            return batch, (batch.iteration, batch.step, rows)
         return batch, numbers
+
+    def _require_one_dataset(self, batch: _Batch) -> None:
+        before = self._batch
+        if before is not None and before.plan.origin != batch.plan.origin:
+            raise ArgumentError(
+                "append: with order='dataset', a file has the rows of one dataset, but "
+                "these are of another one than the rows before"
+            )
+
+    def _require_all_before(self, batch: _Batch) -> None:
+        """Raise unless all batches of the iteration, up to this one, were returned."""
+        if batch.iteration in self._gaps:
+            raise ArgumentError(
+                "append: order='dataset' does not know which rows these are: batches "
+                "of the epoch were read elsewhere, such as before the job resumed, and "
+                "after filter, unbatch or in a generator their rows are not numbered. "
+                "Iterate over the whole epoch"
+            )
 
     def keep(self, located: Any) -> None:
         """Record that the rows were appended; see `locate`."""
@@ -147,7 +190,7 @@ class DatasetOrder:
         """Raise an ArgumentError if `fill_value` cannot be a value of some dataset."""
         if self._fill_value is None:
             return
-        for field in fields:
+        for field in self.with_fill(fields):
             try:
                 value = np.asarray(self._fill_value)
                 with np.errstate(all="ignore"):
@@ -162,6 +205,14 @@ class DatasetOrder:
                     f"append: fill_value={validation.shown(self._fill_value)} cannot "
                     f"be a value of dataset {field.name!r}, which is {field.dtype}"
                 )
+
+    def with_fill(self, fields: Sequence[FieldSpec]) -> tuple[FieldSpec, ...]:
+        """Return fields whose text is wide enough for `fill_value`."""
+        if not isinstance(self._fill_value, bytes):
+            return tuple(fields)
+        dtype = np.asarray(self._fill_value).dtype
+        filled = [dataclasses.replace(field, dtype=dtype) for field in fields]
+        return with_wider_text(filled, fields)
 
     def _count_rows(self) -> int:
         """Return how many rows the dataset has, if that is known; else 0."""
@@ -220,25 +271,50 @@ class DatasetOrder:
 
     def _numbers_of_rows(self, call: str) -> Positions:
         """Return the number of each row that this rank appended. Collective."""
-        everyone = self._extended.consensus.gather_objects(call, lambda: self._steps)
-        if not any(everyone):
+        missed = {k for k, last in self._last.items() if last.skipped or last.rows}
+        mine = self._steps, missed, len(self._numbers)
+        everyone = self._extended.consensus.gather_objects(call, lambda: mine)
+        if not any(steps for steps, _, _ in everyone):
             return np.concatenate([np.arange(0), *self._numbers])
+        self._require_one_epoch(everyone)
         # In the order of the batches; of each, those of rank 0 come first
         sizes = [
-            (epoch, step, rank, rows)
-            for rank, steps in enumerate(everyone)
-            for epoch, step, rows in steps
+            (step, rank, rows)
+            for rank, (steps, _, _) in enumerate(everyone)
+            for _, step, rows in steps
         ]
-        starts: dict[tuple[int, int], int] = {}
+        starts: dict[int, int] = {}
         end = 0
-        for epoch, step, rank, rows in sorted(sizes):
+        for step, rank, rows in sorted(sizes):
             if rank == self._extended.replica_id:
-                starts[epoch, step] = end
+                starts[step] = end
             end += rows
         return np.concatenate(
-            [np.arange(0)]
-            + [np.arange(n) + starts[epoch, step] for epoch, step, n in self._steps]
+            [np.arange(0)] + [np.arange(n) + starts[step] for _, step, n in self._steps]
         )
+
+    def _require_one_epoch(self, everyone: Sequence[Any]) -> None:
+        """Raise, on all ranks, unless rows without numbers are those of one epoch.
+
+        Args:
+          everyone: of each rank, the appended steps, the iterations with rows that were
+            not appended, and how many batches have numbers.
+        """
+        appended = {key for steps, _, _ in everyone for key, _, _ in steps}
+        if len(appended) > 1 or any(numbered for _, _, numbered in everyone):
+            raise ArgumentError(
+                f"{self._path}: rows of several iterations were appended; with "
+                "order='dataset', a file has one epoch"
+            )
+        is_missed = any(appended & missed for _, missed, _ in everyone)
+        if is_missed or not appended <= self._ended:
+            raise DataError(
+                f"{self._path}: a batch of the dataset was not appended"
+                if is_missed
+                else f"{self._path}: the last batches of the dataset were not read and "
+                "appended: iterate until it ends. (After filter, unbatch or in a "
+                "generator rows are not numbered, so no fill_value can replace them)"
+            )
 
     def _place(
         self,

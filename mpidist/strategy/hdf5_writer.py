@@ -73,7 +73,8 @@ class Hdf5Writer:
     batch of a distributed dataset, one row for each row of this replica's part, before
     the next batch is taken. If `close` finds that rows of the dataset were not
     appended, or twice, it raises. (Rows are exchanged in `close`, which writes them a
-    second time. Batches of a generator keep their order.)
+    second time. Rows of a generator, or after `filter` or `unbatch`, have no numbers:
+    append those of a whole epoch, whose order they keep.)
 
     Use it in a `with` block; leaving the block is collective. The index appears last,
     when the rows of all ranks are on the disk. If a rank leaves the block by an
@@ -190,7 +191,7 @@ class Hdf5Writer:
 
         Each rank may append any number of times, zero rows included. The first rows fix
         the datasets, dtypes and row shapes; they must be the same on all ranks that
-        have rows, which `close` checks.
+        have rows, which `close` checks. But text (bytes) may have any width.
 
         Args:
           rows: one array, or a dict from dataset names, such as "x" or "train/x", to
@@ -279,26 +280,31 @@ class Hdf5Writer:
     def _complete(self) -> None:
         consensus = self._extended.consensus
         self._extended.topology.require_open()
-        part = consensus.run(_CLOSE, self._finish, yield_cpu=True)
-        parts = consensus.gather_objects(_CLOSE, lambda: part)
+        parts = consensus.gather_objects(_CLOSE, self._part)
         # Raises the same on all ranks
         with_rows = [part.fields if part.rows else None for part in parts]
         if not any(with_rows):
             with_rows = [part.fields for part in parts]
         fields = common_fields(_CLOSE, with_rows)
         if self._order is not None:
-            part = consensus.run(_CLOSE, self._rearrange, self._order, fields)
-            parts = consensus.gather_objects(_CLOSE, lambda: part)
+            fields = self._order.with_fill(fields)
+        consensus.run(_CLOSE, self._finish, fields, yield_cpu=True)
+        if self._order is not None:
+            consensus.run(_CLOSE, self._rearrange, self._order, fields)
+            parts = consensus.gather_objects(_CLOSE, self._part)
         write = functools.partial(self._write_index, parts, fields)
         consensus.root_only(_CLOSE, self._checked(write))
         self._publish()
 
-    def _finish(self) -> _Part:
+    def _part(self) -> _Part:
         assert self._shard is not None
-        self._shard.finish()
         return _Part(self._shard.path.name, self._shard.rows, self._shard.fields)
 
-    def _rearrange(self, order: DatasetOrder, fields: Sequence[FieldSpec]) -> _Part:
+    def _finish(self, fields: Sequence[FieldSpec]) -> None:
+        assert self._shard is not None
+        self._shard.finish(fields)
+
+    def _rearrange(self, order: DatasetOrder, fields: Sequence[FieldSpec]) -> None:
         """Replace this rank's file by one with the rows that come next in order."""
         assert self._shard is not None
         appended, self._shard = self._shard, self._new_shard()
@@ -306,7 +312,7 @@ class Hdf5Writer:
             order.rearrange(_CLOSE, appended.temporary, fields, self._shard)
         finally:
             appended.discard()
-        return self._finish()
+        self._finish(fields)
 
     def _write_index(self, parts: Sequence[_Part], fields: Sequence[FieldSpec]) -> None:
         """Write the index under a temporary name, and remove earlier output."""

@@ -87,6 +87,9 @@ def test_tensors_stay_tensors_between_maps():
 
 LOSSES = {
     "integers and floats": (lambda i: 2**60 + 1 if i % 2 else 0.5, "float64 and int64"),
+    "times and numbers": (lambda i: [np.timedelta64(1, "D"), 5], "list"),
+    "far times": (lambda i: [np.datetime64(9**5, "Y"), np.datetime64(1, "ns")], "list"),
+    "very large integers": (lambda i: [2**70, 0.5], "Python objects"),
     "signed and unsigned": (
         lambda i: np.int64(-1) if i % 2 else np.uint64(2**63),
         "int64 and uint64",
@@ -201,7 +204,55 @@ def frame(**columns):
     return pytest.importorskip("pandas").DataFrame(columns)
 
 
+IDS = [2**53 + 1, None, 5]  # floats, with nan for None, do not hold the first
+
+
+def column(package, *names):
+    """Return IDS as a column of a package, of a type and perhaps a dtype."""
+    module = pytest.importorskip(package)
+    kind = getattr(module, names[0])
+    return kind(IDS, dtype=names[1]) if names[1:] else kind(IDS)
+
+
+def arrow_table(**columns):
+    return pytest.importorskip("pyarrow").table(columns)
+
+
 ARGUMENTS = {
+    "ids of pandas": (lambda: column("pandas", "Series", "Int64"), "rounded"),
+    "index of pandas": (lambda: {"x": column("pandas", "Index", "UInt64")}, "rounded"),
+    "ids in a list": (lambda: [column("pandas", "Series", "Int64")], "rounded"),
+    "categories": (
+        lambda: column("pandas", "Series", "Int64").astype("category"),
+        "rounded",
+    ),
+    "ids of Polars": (lambda: column("polars", "Series"), "rounded"),
+    "ids of PyArrow": (lambda: (column("pyarrow", "array"),), "rounded"),
+    "text of Polars": (
+        lambda: pytest.importorskip("polars").Series(["a\0", "b"]),
+        "NULs",
+    ),
+    "long integers": (
+        lambda: pytest.importorskip("polars").Series([2**100]),
+        "128-bit|Python objects",
+    ),
+    "columns of Polars": (
+        lambda: pytest.importorskip("polars").DataFrame({"x": IDS, "y": [1, 2, 3]}),
+        "rounded",
+    ),
+    "dictionary of PyArrow": (
+        lambda: (
+            pytest.importorskip("pyarrow")
+            .chunked_array([[True, None]])
+            .dictionary_encode()
+        ),
+        "missing values",
+    ),
+    "columns of PyArrow": (lambda: arrow_table(x=[2**60 + 1], y=[0.5]), "data frame"),
+    "missing flags": (
+        lambda: pytest.importorskip("pandas").Series([True, None], dtype="boolean"),
+        "Python objects",
+    ),
     "csr_matrix": (lambda: sparse("csr_matrix"), "toarray"),
     "csc_array": (lambda: sparse("csc_array"), "toarray"),
     "coo_array": (lambda: {"x": sparse("coo_array"), "y": np.ones(3)}, "toarray"),
@@ -238,6 +289,57 @@ def test_rows_of_lists_and_columns_are_as_they_were():
     ):
         found = np.stack([np.asarray(row) for row in Dataset.from_tensor_slices(rows)])
         np.testing.assert_array_equal(found, np.array(rows))
+
+
+FILLED = [2**53 + 1, -1, 5]
+COLUMNS = {
+    "filled": (lambda: column("pandas", "Series", "Int64").fillna(-1), FILLED),
+    "dropped": (lambda: column("pandas", "Series", "Int64").dropna(), FILLED[::2]),
+    "of Polars": (lambda: column("polars", "Series").fill_null(-1), FILLED),
+    "of PyArrow": (lambda: column("pyarrow", "array").fill_null(-1), FILLED),
+    "as floats": (
+        lambda: column("pyarrow", "array").cast("float64", safe=False),
+        [2.0**53, np.nan, 5],
+    ),
+    "small": (lambda: column("polars", "Series")[1:], [np.nan, 5]),
+    "floats": (
+        lambda: pytest.importorskip("pandas").Series([1e20, None], dtype="Float64"),
+        [1e20, np.nan],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_that_lose_nothing_are_as_they_were(name):
+    make, want = COLUMNS[name]
+    found = np.stack(list(Dataset.from_tensor_slices(make())))
+    np.testing.assert_array_equal(found, np.array(want))
+
+
+@pytest.mark.parametrize("is_generated", [False, True])
+@pytest.mark.parametrize("of", ["row", "batch"])
+def test_text_of_numpy_2_is_text_in_rows_of_functions(strategy, comm, of, is_generated):
+    text = np.dtypes.StringDType()
+    words = np.array(["a", "", "x" * 300, "b\0"] * 2, text)
+    rows = Dataset.range(8)
+    rows = rows.filter(lambda i: True) if is_generated else rows
+    if of == "row":
+        rows = rows.map(lambda i: np.array(words[i], text)).batch(5)
+    else:
+        rows = rows.batch(5).map(lambda i: words[i])
+    divided = strategy.experimental_distribute_dataset(rows)
+    assert in_order(on_all_ranks(strategy, comm, divided)) == words.tolist()
+
+
+@pytest.mark.parametrize("of", ["row", "batch"])
+def test_objects_in_arrays_of_functions_are_refused(strategy, of):
+    rows = Dataset.range(8)
+    if of == "row":
+        rows = rows.map(lambda i: [2**70, 0.5]).batch(4)
+    else:
+        rows = rows.batch(4).map(lambda i: np.array([None] * len(i)))
+    with pytest.raises(mpidist.DataError, match="Python objects"):
+        list(strategy.experimental_distribute_dataset(rows))
 
 
 @pytest.mark.parametrize(
@@ -282,3 +384,14 @@ def test_repetitions_and_joined_datasets_keep_the_order(maps):
     for size in (1, 4, 7):
         batches = dataset.map(lambda i: i).batch(size) if maps else dataset.batch(size)
         assert np.concatenate(list(batches)).tolist() == expected
+
+
+@pytest.mark.parametrize("package", ["pandas", "polars"])
+def test_collectives_and_files_do_not_round_columns(strategy, mpi_tmp_path, package):
+    ids = column(package, "Series", *["Int64"] * (package == "pandas"))
+    with pytest.raises(mpidist.DTypeError, match="rounded"):
+        strategy.reduce("SUM", ids)
+    with mpidist.Hdf5Writer(strategy, mpi_tmp_path / "ids.h5") as writer:
+        with pytest.raises(mpidist.DTypeError, match="rounded"):
+            writer.append(ids)
+        writer.append(ids[2:])

@@ -11,6 +11,7 @@ from all_ranks import local, on_root
 
 import mpidist
 from mpidist import Dataset, Hdf5Writer
+from mpidist.hdf5 import shard_writer
 from mpidist.strategy import dataset_order
 
 R = Dataset.range
@@ -217,6 +218,41 @@ def test_what_has_no_order_is_refused(strategy, path, dataset, use, error, text)
     assert not strategy.extended.batch_watchers
 
 
+NAMES = ["a", "", "bb", "c" * 5, "", "d", "e" * 300, "f"]
+
+
+@pytest.mark.parametrize("block_bytes", [shard_writer.BLOCK_BYTES, 4])
+@pytest.mark.parametrize("is_generated", [False, True])
+@pytest.mark.parametrize("order", ["rank", "dataset"])
+def test_text_of_functions_may_have_any_width(
+    strategy, path, monkeypatch, order, is_generated, block_bytes
+):
+    monkeypatch.setattr(shard_writer, "BLOCK_BYTES", block_bytes)
+    rows = R(24).filter(lambda i: True) if is_generated else R(24)
+    rows = rows.map(lambda i: (i, NAMES[i % 8].encode(), [NAMES[-i % 8].encode()] * 2))
+    batches = strategy.experimental_distribute_dataset(rows.batch(4))
+    with Hdf5Writer(strategy, path, order=order) as writer:
+        for i, name, pair in mpidist.as_arrays(batches):
+            writer.append({"i": i, "name": name, "pair": pair})
+    numbers = read(path, "i")
+    assert sorted(numbers) == list(range(24))
+    assert order == "rank" or numbers.tolist() == list(range(24))
+    names = np.array(NAMES).astype("S300")
+    assert read(path, "name").tolist() == names[numbers % 8].tolist()
+    assert read(path, "name").dtype == names.dtype
+    pairs = np.stack([names[-numbers % 8]] * 2, 1)
+    assert read(path, "pair").tolist() == pairs.tolist()
+    data = Dataset.from_hdf5(path, "name").batch(7)
+    assert np.concatenate(list(data)).tolist() == names[numbers % 8].tolist()
+
+
+def test_text_in_place_of_missing_rows_may_be_the_longest(strategy, path):
+    rows = R(8).map(lambda i: b"ab"[: i % 3]).batch(4)
+    batches = strategy.experimental_distribute_dataset(rows)
+    write(strategy, path, itertools.islice(batches, 1), fill_value=b"none")
+    assert read(path).tolist() == [b"", b"a", b"ab", b"", *[b"none"] * 4]
+
+
 def ends_early(strategy, writer, batches):
     for batch in itertools.islice(batches, 2):
         writer.append(local(strategy, batch))
@@ -261,6 +297,101 @@ def test_the_value_of_rows_that_are_left_out(strategy, path):
         with pytest.raises(mpidist.ArgumentError, match="cannot be a value of dataset"):
             write(strategy, path, batches, fill_value=bad)
     assert read(path).tolist() == [*range(8), -1, -1, -1]
+
+
+def generated():
+    return iter(np.split(np.arange(11), [4, 6, 6]))
+
+
+LAST = [0, 1, 2, 3, 6, 7, 8]
+# Rows without numbers, and the rows
+UNNUMBERED = {
+    "filter": (R(12).filter(lambda x: x > 1).batch(4), range(2, 12)),
+    "batches filtered": (R(9).batch(2).filter(lambda x: 4 not in x), LAST),
+    "unbatch": (R(11).batch(3).map(lambda x: x).unbatch().batch(4), range(11)),
+    "generator": (Dataset.from_generator(lambda: iter(range(11))).batch(3), range(11)),
+    "batches": (generated, range(11)),
+    "mapped": (R(9).filter(lambda x: True).batch(2).map(lambda x: x), range(9)),
+    "sharded": (R(16).batch(3).shard(2, 0), [*range(3), *range(6, 9), *range(12, 15)]),
+}
+
+
+def resumed(strategy, writer, batches):
+    iterator = iter(batches)
+    next(iterator), next(iterator)
+    state, iterator = iterator.get_state(), iter(batches)
+    iterator.set_state(state)
+    once(strategy, writer, iterator)
+
+
+def once(strategy, writer, batches):
+    for batch in batches:
+        writer.append(local(strategy, batch))
+
+
+def set_back(strategy, writer, batches):
+    iterator = iter(batches)
+    state = iterator.get_state()
+    for _ in range(2):
+        writer.append(local(strategy, next(iterator)))
+    iterator.set_state(state)
+    once(strategy, writer, iterator)
+
+
+def another_too(strategy, writer, batches):
+    once(strategy, writer, batches)
+    others = R(40).batch(4).filter(lambda x: True)
+    once(strategy, writer, strategy.experimental_distribute_dataset(others))
+
+
+def numbered_too(strategy, writer, batches):
+    others = strategy.experimental_distribute_dataset(R(4).batch(4))
+    once(strategy, writer, others)
+    once(strategy, writer, batches)
+
+
+def last_not(strategy, writer, batches):
+    for batch, following in itertools.zip_longest(batches, range(2)):
+        if following is not None:
+            writer.append(local(strategy, batch))
+
+
+def not_by_rank_0(strategy, writer, batches):
+    rank = strategy.extended.replica_id
+    for batch in batches:
+        if rank > 0:
+            writer.append(local(strategy, batch))
+
+
+WRONG = [resumed, set_back, twice, ends_early, last_not, skipped, not_by_rank_0]
+WRONG += [another_too, numbered_too]
+
+
+@pytest.mark.parametrize("options", [{}, {"fill_value": -1}])
+@pytest.mark.parametrize("case", UNNUMBERED)
+def test_rows_without_numbers_keep_their_order(strategy, path, case, options):
+    dataset, expected = UNNUMBERED[case]
+    batches = strategy.experimental_distribute_dataset(dataset)
+    for _ in range(2):
+        write(strategy, path, batches, **options)
+        assert read(path).tolist() == list(expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"fill_value": -1}])
+@pytest.mark.parametrize("use", WRONG)
+@pytest.mark.parametrize("case", UNNUMBERED)
+def test_without_numbers_no_rows_may_be_missing(strategy, path, case, use, options):
+    batches = strategy.experimental_distribute_dataset(UNNUMBERED[case][0])
+
+    def write_wrongly():
+        with Hdf5Writer(strategy, path, order="dataset", **options) as writer:
+            use(strategy, writer, batches)
+
+    with pytest.raises(mpidist.MpidistError) as info:
+        write_wrongly()
+    assert not isinstance(info.value, mpidist.DivergenceError)
+    strategy.barrier()
+    assert os.listdir(path.parent) == []
 
 
 @pytest.mark.parametrize("by_batch", [False, True])

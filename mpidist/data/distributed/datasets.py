@@ -26,14 +26,17 @@ from mpidist.data.dataset import (
 from mpidist.data.distributed.iterator import DistributedIterator
 from mpidist.data.distributed.reader import ReadPlan, count_steps, divide, is_global
 from mpidist.data.distributed.shared_caches import require_shareable, share
+from mpidist.data.elements import dtype_text
 from mpidist.data.iter_dataset import UNKNOWN_CARDINALITY, IterDataset
 from mpidist.data.iterator import EpochCounter, Origin
 from mpidist.data.map_dataset import Epoch, MapDataset
+from mpidist.data.row_numbers import is_reshuffled
 from mpidist.data.sources import IndexedSource
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.options import AutoShardPolicy, InputOptions
 from mpidist.util import near_misses, nest, validation
 from mpidist.util.available_memory import free_bytes
+from mpidist.util.notices import warn
 from mpidist.util.representation import html_table, one_line
 from mpidist.util.shares import BatchShare, even_sizes, largest_share
 from mpidist.util.tracebacks import fold
@@ -119,6 +122,7 @@ class DistributedDataset:
         self._plan = plan
         self._epochs = EpochCounter(entropy)
         plan.extended.consensus.note_made(plan.name)
+        plan.extended.inputs.add(self)
         # A line at the start of the job, without communication or reading rows.
         show_once(
             plan.extended,
@@ -326,6 +330,11 @@ class DistributedDataset:
             fold(error)
             raise
 
+    def _would_repeat_rows(self) -> bool:
+        """Return whether a job that resumes without a state would read rows again."""
+        is_lost = self._epochs.has_begun and not self._epochs.is_saved
+        return is_lost and is_reshuffled(self._plan.pipeline)
+
     if not TYPE_CHECKING:  # or every name would be one
         __getattr__ = near_misses.refuser("distributed")
 
@@ -335,6 +344,30 @@ class DistributedDataset:
     def __iter__(self) -> DistributedIterator:
         self._plan.extended.topology.require_open()
         return DistributedIterator(self._plan, self._epochs)
+
+
+_has_warned = False
+
+
+def warn_unsaved_place(extended: ReplicaGroup) -> None:
+    """Warn once per job that a checkpoint lacks a place in the input.
+
+    Rank 0 warns, after the states of what is saved were read. Not collective.
+    """
+    global _has_warned
+    if _has_warned or extended.replica_id:
+        return
+    if (
+        lost := next((i for i in extended.inputs if i._would_repeat_rows()), None)
+    ) is None:
+        return
+    _has_warned = True
+    warn(
+        f"a checkpoint is saved without the place in the input, {lost!r}: a job that "
+        "restores it reads the rows of the first epoch again, in the same order. Save "
+        "the iterator, too: Checkpoint(..., batches=iter(dataset)), and iterate over "
+        "checkpoint.batches. (Rank 0 warns, once)"
+    )
 
 
 def _as_dataset(value: Any, call: str) -> Dataset:
@@ -377,7 +410,7 @@ def _describe_elements(call: str, batches: _OwnBatches) -> CallSignature:
     assert isinstance(batches.pipeline, MapDataset)
     leaves, spec = nest.flatten(batches.pipeline.empty_batch(Epoch()))
     # Only the number of dimensions: lengths may differ between replicas
-    leaf_specs = tuple((a.dtype.name, f"{a.ndim} dimensions") for a in leaves)
+    leaf_specs = tuple((dtype_text(a.dtype), f"{a.ndim} dimensions") for a in leaves)
     return CallSignature(call, (), spec, leaf_specs)
 
 

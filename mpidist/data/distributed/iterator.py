@@ -23,6 +23,7 @@ from mpidist.data.distributed.reader import (
     start_reader,
 )
 from mpidist.data.distributed.shared_caches import reorder
+from mpidist.data.elements import dtype_text
 from mpidist.data.iterator import EpochCounter, make_state, read_state
 from mpidist.data.map_dataset import Epoch
 from mpidist.data.optional import Optional
@@ -63,6 +64,7 @@ class DistributedIterator:
         # of steps, unless a copy to a GPU may fail.
         self._agrees_per_step = not plan.is_global or plan.may_put_fail
         self._start(epochs.next_epoch())
+        plan.extended.inputs.add(self)
 
     def __repr__(self) -> str:
         def describe() -> str:
@@ -173,6 +175,8 @@ class DistributedIterator:
         counters.end_input(begun, communication)
         if local_batch is None:
             counters.end_epoch(self._plan.has_cache)
+            for watcher in self._plan.extended.batch_watchers:
+                watcher.end(self._plan, self._epoch)
         return local_batch
 
     def _distributed(self, local_batch: LocalBatch) -> Any:
@@ -192,6 +196,7 @@ class DistributedIterator:
         that `next` has returned, the seed of shuffles without one, and hashes that
         identify the dataset. Prefetched batches do not count.
         """
+        self._epochs.is_saved = True
         # Equal on all ranks by construction, so nothing needs to be exchanged.
         return make_state(self._plan.origin, self._epoch, self._step)
 
@@ -243,6 +248,12 @@ class DistributedIterator:
             self._skip(step)
         # The next iteration over the dataset follows the state's epoch.
         self._epochs.resume_after(epoch)
+        self._epochs.is_saved = True
+
+    def _would_repeat_rows(self) -> bool:
+        """Return whether a job that resumes without a state would read rows again."""
+        is_within = 0 < self._step != self._plan.cardinality and not self._is_closed
+        return is_within and not self._epochs.is_saved
 
     def close(self) -> None:
         """End the iteration: end threads, close files. Not collective."""
@@ -500,7 +511,8 @@ class BatchSpec(NamedTuple):
     def of(cls, template: Any) -> BatchSpec:
         """Return the spec of batches like `template`."""
         leaves, spec = nest.flatten(template)
-        text = f"{spec} of {[f'{a.dtype.name} {a.ndim} dimensions' for a in leaves]}"
+        kinds = [f"{dtype_text(a.dtype)} {a.ndim} dimensions" for a in leaves]
+        text = f"{spec} of {kinds}"
         try:
             pickled = pickle.dumps(template)
             pickle.loads(pickled)

@@ -621,7 +621,9 @@ def _kinds_of(batch: Any) -> Kinds:
     """Return the kinds of a batch, whose leaves lose nothing as arrays."""
     leaves, spec = nest.flatten(batch)
     plain = [
-        a if type(a) is np.ndarray else plain_array(a, "an array of a batch")
+        a
+        if type(a) is np.ndarray and not a.dtype.hasobject
+        else plain_array(a, "an array of a batch")
         for a in leaves
     ]
     return Kinds(spec, tuple(dtype_text(a.dtype) for a in plain))

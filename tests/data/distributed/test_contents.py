@@ -118,3 +118,39 @@ def test_an_array_that_one_rank_changes_is_seen_at_the_next_call(strategy, comm)
     rows[3] += comm.rank
     with pytest.raises(mpidist.MismatchError):
         strategy.experimental_distribute_dataset(dataset)
+
+
+def columns_with(package, number):
+    """Return tables and columns in which float64 would hide the last digit."""
+    module = pytest.importorskip(package)
+    if package == "pyarrow":
+        column, table = module.array([number, None]), module.table
+    else:
+        options = {"dtype": "Int64"} if package == "pandas" else {}
+        column, table = module.Series([number, None], **options), module.DataFrame
+    mixed = table({"x": [number, 2], "y": [0.5, 1]})
+    return {"column": column, "table": table({"x": column}), "mixed": mixed}
+
+
+@pytest.mark.parametrize("kind", ["column", "table", "mixed", "list"])
+@pytest.mark.parametrize("package", ["pandas", "polars", "pyarrow"])
+def test_digits_that_floats_do_not_hold_are_compared(package, kind):
+    def sums(number):
+        held = {**columns_with(package, number), "list": [number, 0.5]}[kind]
+        arrays = contents.held_arrays([held], "rows")
+        return [contents._checksum(array, is_whole=True) for _, array in arrays]
+
+    assert sums(2**53) == sums(2**53)
+    assert sums(2**53) != sums(2**53 + 1)
+
+
+def test_text_of_each_ranks_own_may_have_any_width(strategy, comm):
+    words = [b"a" * (1 + comm.rank)] * 4
+    divided = strategy.distribute_datasets_from_function(
+        lambda context: slices(np.array(words)).batch(2)
+    )
+    assert len(in_order(on_all_ranks(strategy, comm, divided))) == 4 * comm.size
+    generated = strategy.distribute_datasets_from_function(
+        lambda context: slices(np.array(words)).filter(lambda x: True).batch(2)
+    )
+    assert len(in_order(on_all_ranks(strategy, comm, generated))) == 4 * comm.size
