@@ -144,19 +144,12 @@ class Saver:
         if digests:  # on all ranks
             in_shard = join_ranks(extended, operation, nodes, digests, shard_bytes)
         shards, cuts = plan_shards(nodes, in_shard is not None, ranks, shard_bytes)
-        planned: Planned = None, None
-        replaced: directories.Replaced | None = None
+        of_root: tuple[Any, Any, Any] = None, None, None
         thread: WriterThread | None = None
 
         def begin() -> tuple[str, int]:
-            nonlocal planned, replaced, thread
-            directories.removal.wait()  # space of earlier checkpoints may be needed
-            with unwritable(index):
-                directories.make_directory(index.parent)
-                replaced = directories.find_replaced(index)
-                serial, existing = directories.next_serial(index, id(self), known)
-            if plan is not None:
-                planned = plan(index, existing)
+            nonlocal of_root, thread
+            serial, of_root = self._begin(index, known, plan)
             if not shards:  # nothing that could fail is left to the other ranks
                 self._copies.replace(nodes, is_needed_later=is_background)
                 thread = WriterThread() if is_background else None
@@ -165,7 +158,7 @@ class Saver:
 
         save_id, serial = extended.consensus.root_only(operation, begin)
         who = save_id, directories.shard_names(index, save_id, shards), rank, ranks
-        saving = Saving(index, serial, *who, replaced, *planned, id(self), begun)
+        saving = Saving(index, serial, *who, *of_root, id(self), begun)
         saving.thread = thread
         if rank == 0:
             saving.index_nodes = nodes
@@ -179,6 +172,21 @@ class Saver:
 
         self._write(operation, saving, take_shard, is_background)
         return str(index)
+
+    def _begin(
+        self, index: Path, known: directories.Known | None, plan: Plan | None
+    ) -> tuple[int, tuple[Any, Any, Any]]:
+        """Return the serial; what the save replaces, preserves, and calls at its end.
+
+        On rank 0.
+        """
+        directories.removal.wait()  # space of earlier checkpoints may be needed
+        with unwritable(index):
+            directories.make_directory(index.parent)
+            replaced = directories.find_replaced(index)
+            serial, existing = directories.next_serial(index, id(self), known)
+        planned: Planned = (None, None) if plan is None else plan(index, existing)
+        return serial, (replaced, *planned)
 
     def _read_state(self, find: Find) -> tuple[Path, Nodes, Digests, Fields]:
         """Return the file, all nodes, digests, and what must be equal. Collective.
