@@ -30,7 +30,7 @@ from mpidist.data.iterator import (
 from mpidist.data.map_dataset import INFINITE_CARDINALITY, MapDataset, SourceMapDataset
 from mpidist.data.sources import ArrayRows, RangeRows
 from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from mpidist.hdf5.files import check_names, list_files
+from mpidist.hdf5.files import check_names, is_one_path, list_files
 from mpidist.hdf5.read import Hdf5Rows
 from mpidist.options import MOST_BUFFERED, AutoShardPolicy, Options
 from mpidist.util import near_misses, nest, validation
@@ -207,7 +207,8 @@ class Dataset(metaclass=_DatasetType):
             the other files.
         """
         allow = validation.switch("allow_short_external", allow_short_external)
-        rows = Hdf5Rows(list_files(files), check_names(datasets), allow)
+        paths, names = list_files(files), check_names(datasets)
+        rows = Hdf5Rows(paths, names, allow, may_be_part=is_one_path(files))
         return Dataset(SourceMapDataset(rows))
 
     @staticmethod

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
+import secrets
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +22,7 @@ from mpidist.errors import (
     DataError,
     RemoteError,
 )
+from mpidist.hdf5.linked_files import OutputPart, open_hdf5, read_part
 from mpidist.hdf5.shard_writer import (
     FieldSpec,
     ShardWriter,
@@ -26,6 +30,7 @@ from mpidist.hdf5.shard_writer import (
     clean_name,
     common_fields,
     fields_of,
+    publish_new,
     to_arrays,
     write_vds,
 )
@@ -35,8 +40,10 @@ from mpidist.util import validation
 from mpidist.util.files import (
     SHARD_PATTERN,
     AtomicHdf5File,
+    rename_new,
     shard_name,
     sync_directory,
+    temporary_path,
 )
 from mpidist.util.mounts import wait_for_file
 from mpidist.util.representation import one_line
@@ -50,11 +57,12 @@ _VISIBLE_SECONDS = 10.0
 
 
 class _Part(NamedTuple):
-    """Name, number of rows and fields of one rank's file."""
+    """Name, number of rows and fields of one rank's file, and a random number."""
 
     name: str
     rows: int
     fields: tuple[FieldSpec, ...] | None
+    token: str
 
 
 class Hdf5Writer:
@@ -146,6 +154,7 @@ class Hdf5Writer:
         self._extended.topology.require_open()
         self._shard: ShardWriter | None = None
         self._index: AtomicHdf5File | None = None
+        self._earlier = _EarlierOutput()
         self._order: DatasetOrder | None = None
         self._closed = False
 
@@ -279,7 +288,7 @@ class Hdf5Writer:
     def _complete(self) -> None:
         consensus = self._extended.consensus
         self._extended.topology.require_open()
-        part = consensus.run(_CLOSE, self._finish, yield_cpu=True)
+        part = consensus.run(_CLOSE, self._describe_shard, yield_cpu=True)
         parts = consensus.gather_objects(_CLOSE, lambda: part)
         # Raises the same on all ranks
         with_rows = [part.fields if part.rows else None for part in parts]
@@ -289,60 +298,106 @@ class Hdf5Writer:
         if self._order is not None:
             part = consensus.run(_CLOSE, self._rearrange, self._order, fields)
             parts = consensus.gather_objects(_CLOSE, lambda: part)
-        write = functools.partial(self._write_index, parts, fields)
+        shards = sum((part.rows > 0) << rank for rank, part in enumerate(parts))
+        where = self._path.name, self._extended.replica_id, len(parts), shards
+        mine = OutputPart(parts[0].token, *where)
+        assert self._shard is not None
+        consensus.run(_CLOSE, self._shard.finish, mine, yield_cpu=True)
+        index = mine._replace(rank=-1)
+        write = functools.partial(self._write_index, parts, fields, index)
         consensus.root_only(_CLOSE, self._checked(write))
         self._publish()
 
-    def _finish(self) -> _Part:
+    def _describe_shard(self) -> _Part:
         assert self._shard is not None
-        self._shard.finish()
-        return _Part(self._shard.path.name, self._shard.rows, self._shard.fields)
+        self._shard.require_whole()
+        described = self._shard.path.name, self._shard.rows, self._shard.fields
+        return _Part(*described, secrets.token_hex(16))
 
     def _rearrange(self, order: DatasetOrder, fields: Sequence[FieldSpec]) -> _Part:
         """Replace this rank's file by one with the rows that come next in order."""
         assert self._shard is not None
         appended, self._shard = self._shard, self._new_shard()
         try:
+            appended.finish()
             order.rearrange(_CLOSE, appended.temporary, fields, self._shard)
         finally:
             appended.discard()
-        return self._finish()
+        return self._describe_shard()
 
-    def _write_index(self, parts: Sequence[_Part], fields: Sequence[FieldSpec]) -> None:
-        """Write the index under a temporary name, and remove earlier output."""
+    def _write_index(
+        self, parts: Sequence[_Part], fields: Sequence[FieldSpec], index: OutputPart
+    ) -> None:
+        """Write the index under a temporary name."""
         shards = [(part.name, part.rows) for part in parts if part.rows]
-        self._index = write_vds(self._path, fields, shards)
-        # No rank publishes its shard before this point
-        self._require_free()
-        _remove_output(self._path)
+        self._index = write_vds(self._path, fields, shards, index)
 
     def _publish(self) -> None:
-        """Rename the shards, then the index; if that fails, remove all of them."""
+        """Rename the shards, then the index; if that fails, undo all of it."""
         assert self._shard is not None
         consensus = self._extended.consensus
         try:
+            # No rank publishes its shard before this point
+            consensus.root_only(_CLOSE, self._checked(self._clear_way))
             consensus.run(_CLOSE, self._shard.publish)
             consensus.root_only(_CLOSE, self._checked(self._publish_index))
-        except Exception as error:
-            # A rank that is lost may have published the index, which needs the shards
+        except BaseException as error:
+            is_interrupt = not isinstance(error, Exception)
             is_lost = isinstance(error, CollectiveError)
-            if not is_lost or isinstance(error, RemoteError):
-                self._shard.withdraw()
+            if self._extended.num_replicas > 1 and (
+                is_interrupt or (is_lost and not isinstance(error, RemoteError))
+            ):
+                # Another rank may have published the index, which needs the shards
+                self._earlier.restore()
+            else:
+                with contextlib.suppress(CollectiveError):  # the first error counts
+                    self._undo()
             raise
+
+    def _clear_way(self) -> None:
+        self._require_free()
+        self._earlier.set_aside(_find_output(self._path))
 
     def _publish_index(self) -> None:
         assert self._index is not None
         try:
             sync_directory(self._path.parent)
-            self._index.publish()
+            publish_new(self._index)
             sync_directory(self._path.parent)
         except BaseException:
             self._index.withdraw()
             raise
+        self._earlier.remove()
+
+    def _undo(self) -> None:
+        """Remove the new files, and bring back the earlier ones. Collective."""
+        assert self._shard is not None
+        consensus = self._extended.consensus
+
+        def remove_index() -> bool:
+            return self._index is None or self._index.withdraw()
+
+        if consensus.root_only(_CLOSE, remove_index):
+            consensus.run(_CLOSE, self._shard.withdraw)
+            consensus.root_only(_CLOSE, self._earlier.restore)
 
     def _require_free(self) -> None:
-        if not self._overwrite:
-            _require_no_output(self._path)
+        """Raise an ArgumentError if files of this output exist, and may not go."""
+        found = _find_output(self._path)
+        if self._overwrite:
+            found = [path for path in found if not _is_replaceable(path, self._path)]
+        if found:
+            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+            names = ", ".join(path.name for path in found[:3]) + more
+            advice = "remove them, write to another path, or pass overwrite=True"
+            if self._overwrite:
+                advice = (
+                    f"by their content they are no shards of {self._path.name}, and "
+                    "are not overwritten; remove them, or write to another path"
+                )
+            raise ArgumentError(
+                f"{self._path}: these files exist already: {names}; {advice}"
+            )
 
     def _checked(self, fn: Callable[[], T]) -> Callable[[], T]:
         def checked() -> T:
@@ -408,20 +463,55 @@ def _find_output(index: Path) -> list[Path]:
     return [index.with_name(name) for name in indices + shards]
 
 
-def _require_no_output(index: Path) -> None:
-    """Raise an ArgumentError if the index or a shard of it exists."""
-    names = [path.name for path in _find_output(index)]
-    if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise ArgumentError(
-            f"{index}: these files exist already: {', '.join(names[:3])}{more}; remove "
-            "them, write to another path, or pass overwrite=True"
-        )
+def _is_replaceable(path: Path, index: Path) -> bool:
+    """Return whether `overwrite=True` may replace a file: the index, or a shard of it.
 
-
-def _remove_output(index: Path) -> None:
-    """Remove an existing index, then its shards."""
-    for path in _find_output(index):
-        path.unlink(missing_ok=True)
+    A name proves nothing: shards say of themselves what they are.
+    """
+    try:
+        mode = path.lstat().st_mode
         if path == index:
-            sync_directory(index.parent)
+            return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
+        if not stat.S_ISREG(mode):
+            return False
+        with open_hdf5(path) as file:
+            part = read_part(file)
+    except FileNotFoundError:
+        return True
+    except (OSError, RuntimeError, ValueError, KeyError):
+        return False
+    return part is not None and not part.is_index and part.index_name == index.name
+
+
+class _EarlierOutput:
+    """Files of an earlier writer, kept under other names until new ones are there."""
+
+    def __init__(self) -> None:
+        self._moves: list[tuple[Path, Path]] = []  # the index first
+
+    def set_aside(self, paths: Sequence[Path]) -> None:
+        """Rename the files: an index, then its shards."""
+        for path in paths:
+            aside = temporary_path(path)
+            self._moves.append((path, aside))
+            with contextlib.suppress(FileNotFoundError):
+                path.rename(aside)
+            # An index must not find other shards, not even after a power failure
+            if path == paths[0]:
+                sync_directory(path.parent)
+
+    def restore(self) -> None:
+        """Rename them back, the index last, unless other files have their names."""
+        with contextlib.suppress(OSError):
+            while self._moves:
+                path, aside = self._moves[-1]
+                if os.path.lexists(aside):
+                    rename_new(aside, path)
+                self._moves.pop()
+
+    def remove(self) -> None:
+        """Remove them. Errors are ignored: a temporary name stays then."""
+        for _, aside in self._moves:
+            with contextlib.suppress(OSError):
+                aside.unlink()
+        self._moves.clear()

@@ -107,6 +107,12 @@ def user_directory(
 _TEMPORARY = r"\.(?P<host>.+)\.(?P<process>\d+)\.\d+\.tmp"
 
 
+def temporary_path(path: Path) -> Path:
+    """Return a name beside `path`, of the host, this process and a random number."""
+    unique = f"{os.uname().nodename}.{os.getpid()}.{secrets.randbits(32)}"
+    return path.with_name(f"{path.name}.{unique}.tmp")
+
+
 class AtomicFile(io.FileIO):
     """A new file that appears at `path` only once it is complete.
 
@@ -123,12 +129,14 @@ class AtomicFile(io.FileIO):
         self.path = path
         self._owner = os.getpid()
         self._is_published = False
-        unique = f"{os.uname().nodename}.{self._owner}.{secrets.randbits(32)}"
-        self.temporary = path.with_name(f"{path.name}.{unique}.tmp")
+        self.temporary = temporary_path(path)
         # O_CREAT | O_EXCL follows no link
         super().__init__(os.fspath(self.temporary), "x+")
-        status = os.fstat(self.fileno())
-        self._identity = status.st_dev, status.st_ino
+        try:
+            self._identity = _identity(os.fstat(self.fileno()))
+        except BaseException:
+            self.discard()
+            raise
 
     def write(self, data: Any) -> int:
         """Write all of `data`; return its size in bytes."""
@@ -147,23 +155,28 @@ class AtomicFile(io.FileIO):
         os.fsync(self.fileno())
         self.close()
 
-    def publish(self) -> None:
-        """Rename the complete file to `path`, replacing a file of that name.
+    def publish(self, overwrite: bool = True) -> None:
+        """Rename the complete file to `path`; durable after `sync_directory`.
 
-        The new name is durable after `sync_directory`.
+        Args:
+          overwrite: whether to replace a file of that name.
+
+        Raises:
+          FileExistsError: there is one, and `overwrite` is False.
+          OSError: it cannot be renamed.
         """
-        self.temporary.replace(self.path)
+        if overwrite:
+            self.temporary.replace(self.path)
+        else:
+            rename_new(self.temporary, self.path)
         self._is_published = True
 
-    def withdraw(self) -> None:
-        """Remove the file if it has its final name; errors are ignored.
+    def withdraw(self) -> bool:
+        """Remove the file if it has its final name; return whether it has not now.
 
         A rename that reported an error may have taken place on the server.
         """
-        with contextlib.suppress(OSError):
-            status = self.path.stat(follow_symlinks=False)
-            if (status.st_dev, status.st_ino) == self._identity:
-                self.path.unlink()
+        return _unlink_same(self.path, self._identity)
 
     def discard(self) -> None:
         """Close the file; remove it unless it was published. Errors are ignored."""
@@ -186,7 +199,8 @@ class AtomicHdf5File(AtomicFile):
     """An `AtomicFile` for `h5py.File`, whose writes do not raise.
 
     HDF5 cannot close a file after a failed write, and crashes the process at exit. So
-    the first error is kept for `require_sound`, and later writes are skipped. A forked
+    the first error, also of a signal handler that runs meanwhile, is kept for
+    `require_sound`, and later writes are skipped. A forked
     child writes nothing. HDF5 takes no locks on such a file; they fail on many network
     file systems.
 
@@ -196,24 +210,24 @@ class AtomicHdf5File(AtomicFile):
 
     def __init__(self, path: Path):
         super().__init__(path)
-        self._error: OSError | None = None
+        self._error: BaseException | None = None
 
     def write(self, data: Any) -> int:
         """Write all of `data`, or keep the error."""
-        if self._may_write():
-            with self._keep_error():
+        with self._keep_error():
+            if self._may_write():
                 return super().write(data)
         return memoryview(data).nbytes
 
     def truncate(self, size: int | None = None) -> int:
         """Change the length of the file, or keep the error."""
-        if self._may_write():
-            with self._keep_error():
+        with self._keep_error():
+            if self._may_write():
                 super().truncate(size)
         return 0 if size is None else size
 
     def require_sound(self) -> None:
-        """Raise the OSError of the first write that failed."""
+        """Raise the error of the first write that failed."""
         if self._error is not None:
             raise self._error
 
@@ -235,7 +249,7 @@ class AtomicHdf5File(AtomicFile):
     def _keep_error(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except BaseException as error:
             self._error = self._error or error
 
 
@@ -266,6 +280,69 @@ def replace_file(path: Path, *, is_durable: bool = True) -> Iterator[AtomicFile]
     except BaseException:
         file.discard()
         raise
+
+
+# Of `link`, on file systems without hard links
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+
+
+def rename_new(source: Path, target: Path) -> None:
+    """Rename a file, and never replace another one.
+
+    Raises:
+      FileExistsError: there is a file or a link at `target`.
+      OSError: it cannot be renamed.
+    """
+    try:
+        os.link(source, target)
+    except OSError as error:
+        # A server may have made the link, and its answer have been lost
+        if not _is_linked(source, target):
+            if error.errno not in _NO_LINKS:
+                raise
+            _claim_and_rename(source, target)
+            return
+    with contextlib.suppress(OSError):  # then a temporary name stays as well
+        source.unlink()
+
+
+def _is_linked(source: Path, target: Path) -> bool:
+    """Return whether both are names of one file."""
+    with contextlib.suppress(OSError):
+        one, two = (path.stat(follow_symlinks=False) for path in (source, target))
+        # Not all file systems number their files
+        return _identity(one) == _identity(two) and one.st_nlink > 1
+    return False
+
+
+def _claim_and_rename(source: Path, target: Path) -> None:
+    """Rename a file over an empty one that only this call can have created."""
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+    try:
+        claimed = _identity(os.fstat(descriptor))
+    finally:
+        os.close(descriptor)
+    try:
+        source.replace(target)
+    except BaseException:
+        _unlink_same(target, claimed)
+        raise
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _unlink_same(path: Path, identity: tuple[int, int]) -> bool:
+    """Remove a file if it is that one; return whether it is not there now."""
+    try:
+        if _identity(path.stat(follow_symlinks=False)) == identity:
+            path.unlink()
+    except FileNotFoundError:
+        pass
+    except OSError:
+        return False
+    return True
 
 
 def sync_directory(directory: Path) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import secrets
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpidist.comm.banner import show_once
@@ -31,6 +32,7 @@ from mpidist.data.iterator import EpochCounter, Origin
 from mpidist.data.map_dataset import Epoch, MapDataset
 from mpidist.data.sources import IndexedSource
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
+from mpidist.hdf5.linked_files import OutputPart, Parts, require_complete
 from mpidist.options import AutoShardPolicy, InputOptions
 from mpidist.util import near_misses, nest, validation
 from mpidist.util.available_memory import free_bytes
@@ -238,13 +240,16 @@ class DistributedDataset:
 
         def prepare() -> _OwnBatches:
             pipeline = make()
-            _index_own_files(extended, pipeline)
+            parts = _index_own_files(extended, pipeline)
             # All ranks need to know which rank runs out first, and whether all have
             # batches. Rank 0's entropy is everyone's, even if its own pipeline has no
             # shuffle: another rank's may have one
-            local = Origin.of(pipeline), pipeline.is_batched, secrets.randbits(62)
+            own = Origin.of(pipeline), pipeline.is_batched, secrets.randbits(62)
+            local = *own, parts
             by_rank = extended.consensus.gather_objects(call, lambda: local)
-            origins, batched, entropy = zip(*by_rank, strict=True)
+            origins, batched, entropy, by_files = zip(*by_rank, strict=True)
+            # Shards may be divided among the ranks
+            require_complete([part for parts in by_files for part in parts])
             lengths = [origin.cardinality for origin in origins]
             is_batched = all(batched)
             steps = count_steps(lengths)
@@ -411,23 +416,27 @@ def _share_indexes(
         by_rank = consensus.gather_objects(call, inspect, senders=count)
         # Restore the order of the files: rank r has indexed r, r + size, ...
         files = [by_rank[i % len(by_rank)][i // len(by_rank)] for i in range(count)]
+        require_complete(source.parts(files))
         source.adopt(files, consensus.rank, *_limits(extended))
 
 
 def _index_own_files(
     extended: ReplicaGroup, pipeline: MapDataset | IterDataset
-) -> None:
-    """Index the files of this rank's own dataset.
+) -> Parts:
+    """Index the files of this rank's own dataset; return `IndexedSource.parts`.
 
     Raises:
       DataError: a file is missing, damaged, or does not fit the others; it names the
         rank, as other ranks do not have this file.
     """
     rank = extended.consensus.rank
+    parts: list[tuple[Path, OutputPart]] = []
     for source in _sources(pipeline):
         files = _inspect(source, range(source.file_count), rank)
         with _naming(rank):
             source.adopt(files, rank, *_limits(extended))
+        parts += source.parts(files)
+    return parts
 
 
 def _inspect(source: IndexedSource, files: range, rank: int) -> list[Any]:
