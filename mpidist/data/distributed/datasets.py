@@ -32,7 +32,12 @@ from mpidist.data.iterator import EpochCounter, Origin
 from mpidist.data.map_dataset import Epoch, MapDataset
 from mpidist.data.sources import IndexedSource
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
-from mpidist.hdf5.linked_files import OutputPart, Parts, require_complete
+from mpidist.hdf5.linked_files import (
+    OutputPart,
+    Parts,
+    require_complete,
+    require_distinct,
+)
 from mpidist.options import AutoShardPolicy, InputOptions
 from mpidist.util import near_misses, nest, validation
 from mpidist.util.available_memory import free_bytes
@@ -182,7 +187,9 @@ class DistributedDataset:
         # Replicas that read different data must be an error, not silent
         pipeline, policy, origin = extended.consensus.run(call, prepare, same=describe)
         if policy is AutoShardPolicy.FILE:
-            return cls._of_own_batches(extended, lambda: pipeline, options, call)
+            return cls._of_own_batches(
+                extended, lambda: pipeline, options, call, is_divided=True
+            )
         chosen, entropy = options or InputOptions(), 0
         if pipeline.needs_entropy:  # an order must not differ between ranks
             entropy = extended.consensus.root_only("seed", lambda: secrets.randbits(62))
@@ -232,10 +239,12 @@ class DistributedDataset:
         make: Callable[[], MapDataset | IterDataset],
         options: InputOptions | None,
         call: str,
+        is_divided: bool = False,
     ) -> DistributedDataset:
         """Return a dataset of each replica's own batches, which are not divided.
 
-        `make` returns this replica's pipeline, and may fail or communicate.
+        `make` returns this replica's pipeline, and may fail or communicate;
+        `is_divided`: of a dataset whose files the replicas share out.
         """
 
         def prepare() -> _OwnBatches:
@@ -248,8 +257,11 @@ class DistributedDataset:
             local = *own, parts
             by_rank = extended.consensus.gather_objects(call, lambda: local)
             origins, batched, entropy, by_files = zip(*by_rank, strict=True)
-            # Shards may be divided among the ranks
-            require_complete([part for parts in by_files for part in parts])
+            # Shards of one writer may be with several ranks
+            everyone = [part for parts in by_files for part in parts]
+            if is_divided:
+                require_distinct(everyone)
+            require_complete(everyone)
             lengths = [origin.cardinality for origin in origins]
             is_batched = all(batched)
             steps = count_steps(lengths)
