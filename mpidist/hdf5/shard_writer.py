@@ -470,7 +470,7 @@ def publish_new(atomic: AtomicHdf5File) -> None:
       OSError: it cannot be renamed.
     """
     try:
-        atomic.publish(overwrite=False)
+        atomic.publish(replaces=False)
     except BaseException as error:
         atomic.withdraw()
         if isinstance(error, FileExistsError):

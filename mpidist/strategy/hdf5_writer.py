@@ -40,10 +40,9 @@ from mpidist.util import validation
 from mpidist.util.files import (
     SHARD_PATTERN,
     AtomicHdf5File,
-    rename_new,
+    rename_beside,
     shard_name,
     sync_directory,
-    temporary_path,
 )
 from mpidist.util.mounts import wait_for_file
 from mpidist.util.representation import one_line
@@ -374,12 +373,17 @@ class Hdf5Writer:
         assert self._shard is not None
         consensus = self._extended.consensus
 
-        def remove_index() -> bool:
-            return self._index is None or self._index.withdraw()
-
-        if consensus.root_only(_CLOSE, remove_index):
+        if consensus.root_only(_CLOSE, self._remove_index):
             consensus.run(_CLOSE, self._shard.withdraw)
             consensus.root_only(_CLOSE, self._earlier.restore)
+
+    def _remove_index(self) -> bool:
+        """Withdraw the index; return whether its shards may go, too."""
+        if self._index is not None:
+            self._index.withdraw()
+            with contextlib.suppress(OSError):
+                return not self._index.has_final_name()
+        return self._index is None
 
     def _require_free(self) -> None:
         """Raise an ArgumentError if files of this output exist, and may not go."""
@@ -492,7 +496,7 @@ class _EarlierOutput:
     def set_aside(self, paths: Sequence[Path]) -> None:
         """Rename the files: an index, then its shards."""
         for path in paths:
-            aside = temporary_path(path)
+            aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}.earlier.tmp")
             self._moves.append((path, aside))
             with contextlib.suppress(FileNotFoundError):
                 path.rename(aside)
@@ -506,7 +510,8 @@ class _EarlierOutput:
             while self._moves:
                 path, aside = self._moves[-1]
                 if os.path.lexists(aside):
-                    rename_new(aside, path)
+                    rename_beside(aside, path)
+                    aside.unlink(missing_ok=True)
                 self._moves.pop()
 
     def remove(self) -> None:

@@ -83,6 +83,18 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
         return file.read()
 
 
+def read_fully(descriptor: int, size: int, offset: int) -> bytes:
+    """Return `size` bytes of a file from `offset` on; fewer only at its end.
+
+    One call may return fewer: on a network file system, when a signal arrives.
+    """
+    parts, end = [], offset + size
+    while offset < end and (part := os.pread(descriptor, end - offset, offset)):
+        parts.append(part)
+        offset += len(part)
+    return b"".join(parts)
+
+
 def user_directory(
     variable: str, default: str, environ: Mapping[str, str] = os.environ
 ) -> Path | None:
@@ -103,14 +115,58 @@ def user_directory(
     return home / default if home.is_absolute() else None
 
 
+# Errors of `os.link` on file systems without hard links
+_WITHOUT_LINKS = {
+    errno.EPERM,
+    errno.EMLINK,
+    errno.ENOSYS,
+    errno.EXDEV,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+}
+
+
+def identity(file: Path | int) -> tuple[int, int]:
+    """Return device and inode of a path, following no link, or of an open file."""
+    status = os.fstat(file) if isinstance(file, int) else os.lstat(file)
+    return status.st_dev, status.st_ino
+
+
+def rename_beside(source: Path, target: Path) -> None:
+    """Give a file another name, if there is no file of that name.
+
+    Its first name may stay, too.
+
+    Raises:
+      FileExistsError: there is one.
+      OSError: the file did not get that name, as far as one can see.
+    """
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _WITHOUT_LINKS:
+            raise
+        _claim_and_rename(source, target)
+
+
+def _claim_and_rename(source: Path, target: Path) -> None:
+    """Rename a file over an empty one, which only this call can have created."""
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+    try:
+        claimed = identity(descriptor)
+    finally:
+        os.close(descriptor)
+    try:
+        os.replace(source, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            if identity(target) == claimed:
+                os.unlink(target)
+        raise
+
+
 # After the final name, which may have dots as the host may
 _TEMPORARY = r"\.(?P<host>.+)\.(?P<process>\d+)\.\d+\.tmp"
-
-
-def temporary_path(path: Path) -> Path:
-    """Return a name beside `path`, of the host, this process and a random number."""
-    unique = f"{os.uname().nodename}.{os.getpid()}.{secrets.randbits(32)}"
-    return path.with_name(f"{path.name}.{unique}.tmp")
 
 
 class AtomicFile(io.FileIO):
@@ -129,11 +185,12 @@ class AtomicFile(io.FileIO):
         self.path = path
         self._owner = os.getpid()
         self._is_published = False
-        self.temporary = temporary_path(path)
+        unique = f"{os.uname().nodename}.{self._owner}.{secrets.randbits(32)}"
+        self.temporary = path.with_name(f"{path.name}.{unique}.tmp")
         # O_CREAT | O_EXCL follows no link
         super().__init__(os.fspath(self.temporary), "x+")
         try:
-            self._identity = _identity(os.fstat(self.fileno()))
+            self._identity = identity(self.fileno())
         except BaseException:
             self.discard()
             raise
@@ -155,28 +212,43 @@ class AtomicFile(io.FileIO):
         os.fsync(self.fileno())
         self.close()
 
-    def publish(self, overwrite: bool = True) -> None:
-        """Rename the complete file to `path`; durable after `sync_directory`.
+    def publish(self, *, replaces: bool = True) -> None:
+        """Give the complete file its name, which is durable after `sync_directory`.
 
         Args:
-          overwrite: whether to replace a file of that name.
+          replaces: whether to replace a file of that name.
 
         Raises:
-          FileExistsError: there is one, and `overwrite` is False.
-          OSError: it cannot be renamed.
+          FileExistsError: there is one, and it is not to be replaced.
+          OSError: the file did not get its name, as far as one can see.
         """
-        if overwrite:
-            self.temporary.replace(self.path)
-        else:
-            rename_new(self.temporary, self.path)
+        try:
+            (os.replace if replaces else rename_beside)(self.temporary, self.path)
+        except OSError:
+            # A server that answers late reports an error for what took place
+            if not self.has_final_name():
+                raise
         self._is_published = True
+        if not replaces:  # a link's other name; the final one is as good
+            with contextlib.suppress(OSError):
+                self.temporary.unlink(missing_ok=True)
 
-    def withdraw(self) -> bool:
-        """Remove the file if it has its final name; return whether it has not now.
+    def has_final_name(self) -> bool:
+        """Return whether the file at `path` is this one.
 
-        A rename that reported an error may have taken place on the server.
+        Raises:
+          OSError: that cannot be known.
         """
-        return _unlink_same(self.path, self._identity)
+        try:
+            return identity(self.path) == self._identity
+        except FileNotFoundError:
+            return False
+
+    def withdraw(self) -> None:
+        """Remove the file if it has its final name; errors are ignored."""
+        with contextlib.suppress(OSError):
+            if self.has_final_name():
+                self.path.unlink()
 
     def discard(self) -> None:
         """Close the file; remove it unless it was published. Errors are ignored."""
@@ -199,10 +271,9 @@ class AtomicHdf5File(AtomicFile):
     """An `AtomicFile` for `h5py.File`, whose writes do not raise.
 
     HDF5 cannot close a file after a failed write, and crashes the process at exit. So
-    the first error, also of a signal handler that runs meanwhile, is kept for
-    `require_sound`, and later writes are skipped. A forked
-    child writes nothing. HDF5 takes no locks on such a file; they fail on many network
-    file systems.
+    the first error, or exception of a signal handler, is kept for `require_sound`, and
+    later writes are skipped. A forked child writes nothing. HDF5 takes no locks on such
+    a file; they fail on many network file systems.
 
     Raises:
       OSError: the directory does not exist, or is not writable.
@@ -280,69 +351,6 @@ def replace_file(path: Path, *, is_durable: bool = True) -> Iterator[AtomicFile]
     except BaseException:
         file.discard()
         raise
-
-
-# Of `link`, on file systems without hard links
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
-
-
-def rename_new(source: Path, target: Path) -> None:
-    """Rename a file, and never replace another one.
-
-    Raises:
-      FileExistsError: there is a file or a link at `target`.
-      OSError: it cannot be renamed.
-    """
-    try:
-        os.link(source, target)
-    except OSError as error:
-        # A server may have made the link, and its answer have been lost
-        if not _is_linked(source, target):
-            if error.errno not in _NO_LINKS:
-                raise
-            _claim_and_rename(source, target)
-            return
-    with contextlib.suppress(OSError):  # then a temporary name stays as well
-        source.unlink()
-
-
-def _is_linked(source: Path, target: Path) -> bool:
-    """Return whether both are names of one file."""
-    with contextlib.suppress(OSError):
-        one, two = (path.stat(follow_symlinks=False) for path in (source, target))
-        # Not all file systems number their files
-        return _identity(one) == _identity(two) and one.st_nlink > 1
-    return False
-
-
-def _claim_and_rename(source: Path, target: Path) -> None:
-    """Rename a file over an empty one that only this call can have created."""
-    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
-    try:
-        claimed = _identity(os.fstat(descriptor))
-    finally:
-        os.close(descriptor)
-    try:
-        source.replace(target)
-    except BaseException:
-        _unlink_same(target, claimed)
-        raise
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
-
-
-def _unlink_same(path: Path, identity: tuple[int, int]) -> bool:
-    """Remove a file if it is that one; return whether it is not there now."""
-    try:
-        if _identity(path.stat(follow_symlinks=False)) == identity:
-            path.unlink()
-    except FileNotFoundError:
-        pass
-    except OSError:
-        return False
-    return True
 
 
 def sync_directory(directory: Path) -> None:
