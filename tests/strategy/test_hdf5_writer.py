@@ -1,5 +1,6 @@
 """Rows that all ranks write, against NumPy and plain h5py."""
 
+import errno
 import gc
 import itertools
 import math
@@ -542,6 +543,41 @@ def test_of_two_writers_of_one_path_the_second_is_refused(comm, strategy, path):
     comm.Barrier()
     assert read(path).tolist() == [0] * 2 * comm.size
     assert len(names_in(path.parent)) == 1 + comm.size
+
+
+@pytest.mark.parametrize("moment", ["shards", "index"])
+@pytest.mark.parametrize("has_links", [True, False])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_of_two_jobs_one_raises_and_the_rows_of_the_other_stay(
+    comm, strategy, make_strategy, path, monkeypatch, moment, has_links, overwrite
+):
+    """The other job writes all while this one is about to name its files."""
+
+    def refuse(source, target):
+        raise OSError(errno.EPERM, "no hard links")
+
+    other, real = make_strategy(), AtomicHdf5File.publish
+
+    def write_other():
+        monkeypatch.setattr(AtomicHdf5File, "publish", real)
+        write(other, path, 1)
+
+    def publish(self, **options):
+        if moment == "index" and self.path == path:
+            with h5py.File(path, "w") as file:
+                file["data"] = [1] * 2 * comm.size
+        elif moment == "shards":
+            write_other()
+        real(self, **options)
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(AtomicHdf5File, "publish", publish)
+    with pytest.raises(mpidist.ArgumentError, match="exists already: another job"):
+        write(strategy, path, 2, overwrite=overwrite)
+    comm.Barrier()
+    assert read(path).tolist() == [1] * 2 * comm.size
+    assert len(names_in(path.parent)) == 1 + (comm.size if moment == "shards" else 0)
 
 
 def test_a_finalized_strategy_cannot_write(comm, path):
