@@ -202,9 +202,13 @@ class Dataset(metaclass=_DatasetType):
 
         Rows of chunks that were never written have the fill value, as in HDF5.
 
+        Of what an `Hdf5Writer` wrote, a pattern or a list must name the index alone or
+        all shards. One shard is read alone if `files` is its path.
+
         Raises, when the dataset is first used:
           DataError: a file or a dataset is missing, cannot be read, or does not match
-            the other files.
+            the other files; shards of a writer are missing, are there twice or with
+            their index, or are of two writes.
         """
         allow = validation.switch("allow_short_external", allow_short_external)
         paths, names = list_files(files), check_names(datasets)

@@ -71,7 +71,8 @@ class Hdf5Writer:
     through its virtual datasets, every HDF5 program reads the rows of all ranks, in
     rank order. Keep the files together; the directory may be moved. A rank without rows
     has no file. `Dataset.from_hdf5` reads the index, or the pattern
-    `"features-*-of-*.h5"`.
+    `"features-*-of-*.h5"`. Each file says which files were written with it, so that
+    rows of a job that was killed, or of two jobs, are never read for all.
 
     By default rows are in the order of the ranks: first all rows that rank 0 appended.
     So predictions for a distributed dataset are in another order than the dataset, on
@@ -85,7 +86,8 @@ class Hdf5Writer:
     Use it in a `with` block; leaving the block is collective. The index appears last,
     when the rows of all ranks are on the disk. If a rank leaves the block by an
     exception, all ranks raise and the files are removed. A killed job leaves `*.tmp`
-    files, or, at the very end, complete files without an index.
+    files, or, at the very end, complete files without an index. A file that another job
+    has written meanwhile is not replaced: then all ranks raise.
 
     All ranks must see the same directory. Parallel HDF5 and file locks are not needed.
 
@@ -99,13 +101,16 @@ class Hdf5Writer:
       compression_level: 0..9 for gzip; None for h5py's default.
       shuffle: whether to reorder bytes first, which helps compression.
       overwrite: whether to replace an existing index and its shards. They are kept
-        until all new rows are on disk; then the old index is removed first.
+        until all new rows are on disk; then they are renamed, the index first, to
+        `*.earlier.tmp`, and removed when the new index is there. If that fails, they
+        get their names again. Other files with the names of shards are an error.
       order: "rank" or "dataset".
       fill_value: with `order="dataset"`, the value of rows that were not appended, as
         after an iterator was restored in an epoch; by default they are an error.
 
     Raises, on all ranks:
-      ArgumentError: an invalid option; the files exist and `overwrite` is False.
+      ArgumentError: an invalid option; the files exist and `overwrite` is False, or
+        they were not written for this path.
       ArgumentTypeError: `strategy` is not a strategy, or `path` not a path.
       MismatchError: the arguments differ between ranks.
       DataError: the directory is missing, not writable, or not shared.
@@ -236,7 +241,7 @@ class Hdf5Writer:
         Raises, on all ranks, after removing the new files:
           MismatchError: the ranks appended different datasets.
           DataError: no rank appended anything; or files cannot be written or renamed.
-          ArgumentError: the files exist now, and `overwrite` is False.
+          ArgumentError: the files exist now, and may not be replaced.
         """
         if not self._closed:
             self._closed = True

@@ -152,17 +152,18 @@ def rename_beside(source: Path, target: Path) -> None:
 def _claim_and_rename(source: Path, target: Path) -> None:
     """Rename a file over an empty one, which only this call can have created."""
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+    claimed = None
     try:
         claimed = identity(descriptor)
-    finally:
-        os.close(descriptor)
-    try:
         os.replace(source, target)
     except BaseException:
         with contextlib.suppress(OSError):
             if identity(target) == claimed:
                 os.unlink(target)
         raise
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 # After the final name, which may have dots as the host may
