@@ -30,7 +30,7 @@ from mpidist.data.iterator import (
 from mpidist.data.map_dataset import INFINITE_CARDINALITY, MapDataset, SourceMapDataset
 from mpidist.data.sources import ArrayRows, RangeRows
 from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from mpidist.hdf5.files import check_names, list_files
+from mpidist.hdf5.files import check_names, is_one_path, list_files
 from mpidist.hdf5.read import Hdf5Rows
 from mpidist.options import MOST_BUFFERED, AutoShardPolicy, Options
 from mpidist.util import near_misses, nest, validation
@@ -202,12 +202,17 @@ class Dataset(metaclass=_DatasetType):
 
         Rows of chunks that were never written have the fill value, as in HDF5.
 
+        Of what an `Hdf5Writer` wrote, a pattern or a list must name the index alone or
+        all shards. One shard is read alone if `files` is its path.
+
         Raises, when the dataset is first used:
           DataError: a file or a dataset is missing, cannot be read, or does not match
-            the other files.
+            the other files; shards of a writer are missing, are there twice or with
+            their index, or are of two writes.
         """
         allow = validation.switch("allow_short_external", allow_short_external)
-        rows = Hdf5Rows(list_files(files), check_names(datasets), allow)
+        paths, names = list_files(files), check_names(datasets)
+        rows = Hdf5Rows(paths, names, allow, may_be_part=is_one_path(files))
         return Dataset(SourceMapDataset(rows))
 
     @staticmethod

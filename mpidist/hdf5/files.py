@@ -412,13 +412,23 @@ def list_files(
         if not paths:
             raise ArgumentError("files must name at least one file, not []")
         return paths
+    if is_one_path(files):
+        return [validation.absolute("files", files)]
     pattern = validation.path("files", files)
-    if not glob.has_magic(pattern) or os.path.exists(pattern):
-        return [validation.absolute("files", pattern)]
     matches = sorted(glob.glob(pattern))
     if not matches:
         raise DataError(f"no file matches {pattern!r}")
     return [validation.absolute("files", file) for file in matches]
+
+
+def is_one_path(
+    files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+) -> bool:
+    """Return whether `files` is the path of one file, no pattern and no list."""
+    if not isinstance(files, str | bytes | os.PathLike):
+        return False
+    pattern = validation.path("files", files)
+    return not glob.has_magic(pattern) or os.path.exists(pattern)
 
 
 def check_names(

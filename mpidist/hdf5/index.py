@@ -27,9 +27,11 @@ from mpidist.errors import DataError
 from mpidist.hdf5 import chunks as hdf5_chunks
 from mpidist.hdf5.chunks import Filter
 from mpidist.hdf5.linked_files import (
+    OutputPart,
     check_sources,
     find_linked,
     open_hdf5,
+    read_part,
 )
 from mpidist.util.files import open_regular
 
@@ -186,6 +188,7 @@ class FileIndex:
       datasets: one index per requested dataset.
       is_being_written: whether this process has the file open for writing.
       others: states of other files that store rows (external links, VDS sources).
+      part: which file of an output of `Hdf5Writer` it is, if it is one.
     """
 
     state: FileState
@@ -193,6 +196,7 @@ class FileIndex:
     datasets: tuple[DatasetIndex, ...]
     is_being_written: bool = False
     others: tuple[FileState, ...] = ()
+    part: OutputPart | None = None
 
     @property
     def path(self) -> Path:
@@ -219,6 +223,7 @@ def index_file(
         opened.callback(os.close, descriptor)
         state = state_of(path, descriptor)
         file = opened.enter_context(open_hdf5(path))
+        part = read_part(file)
         others: list[str] = []
         # All datasets before any index: an error names a missing dataset first.
         datasets = [_dataset(path, file, name, others) for name in names]
@@ -238,7 +243,7 @@ def index_file(
         pairs = ", ".join(f"{c.name!r} has {c.shape[0]}" for c in indexes)
         raise DataError(f"{path}: the datasets have unequal rows: {pairs}")
     is_being_written = _is_being_written(path)
-    return FileIndex(state, lengths[0], indexes, is_being_written, states)
+    return FileIndex(state, lengths[0], indexes, is_being_written, states, part)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,11 @@
-"""Other files that hold the rows of a dataset.
+"""Files that belong together: those that hold the rows of a dataset, or of a writer.
 
 HDF5 follows external links, the sources of virtual datasets (VDS) and external storage
 to other files without checking their type, and opening a FIFO would block. Rows of a
 source that is missing are silently read as fill values, and external storage that ends
 too early as zeros. So they are checked here.
+
+`Hdf5Writer` notes in each file which others it wrote with it: names prove nothing.
 """
 
 from __future__ import annotations
@@ -12,15 +14,18 @@ import collections
 import contextlib
 import glob
 import itertools
+import json
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
+import numpy as np
 from h5py import h5g, h5l, h5o, h5s
 
+from mpidist.errors import DataError
 from mpidist.util.files import require_regular
 
 _LINKS = "HDF5_EXT_PREFIX"
@@ -156,11 +161,16 @@ def _look_up(
     Raises:
       OSError: a file is not a regular one.
     """
+    index = read_part(dataset.file)
     for escaped, shapes in _sources_of(dataset).items():
         if _is_numbered(escaped):
             continue
         file_name = escaped.replace("%%", "%")
         file, refused = _open_source(dataset.file, file_name, existing, files)
+        if file is not None and index is not None:
+            shard = read_part(file)
+            if shard is None or shard.output != index.output:
+                file, refused = None, "is not what was written with this index"
         if file is None:
             yield None, f"{file_name} {refused}"
             continue
@@ -308,3 +318,106 @@ def _find(
     for name in existing:
         require_regular(name)
     return existing
+
+
+_OUTPUT = "mpidist_output"  # an attribute of the root group
+
+
+class OutputPart(NamedTuple):
+    """Which file this is among those that one `Hdf5Writer` wrote.
+
+    Args:
+      output: random, the same in all of them.
+      index_name: of the index file.
+      rank: of the shard; -1 is the index.
+      ranks: of the writer.
+      with_rows: of the ranks that have a shard, the bits.
+    """
+
+    output: str
+    index_name: str
+    rank: int
+    ranks: int
+    with_rows: int
+
+    @property
+    def is_index(self) -> bool:
+        """Whether it is the index, which has the rows of all shards."""
+        return self.rank < 0
+
+    def write(self, file: h5py.File) -> None:
+        """Note it in a file."""
+        fields = {**self._asdict(), "with_rows": f"{self.with_rows:x}"}
+        file.attrs[_OUTPUT] = np.bytes_(json.dumps(fields))
+
+    def names_of(self, ranks: Iterable[int], name: str) -> list[str]:
+        """Return the names of the shards of these ranks, given that of this one."""
+        mine = f"{self.rank:05}-of-{self.ranks:05}"
+        if mine not in name:  # it was renamed
+            return [f"that of rank {rank}" for rank in ranks]
+        return [name.replace(mine, f"{r:05}-of-{self.ranks:05}") for r in ranks]
+
+
+Parts = Sequence[tuple[Path, OutputPart]]
+
+
+def read_part(file: h5py.File) -> OutputPart | None:
+    """Return which file of an output this is; None if `Hdf5Writer` did not write it."""
+    try:
+        fields = json.loads(file.attrs.get(_OUTPUT))
+        rank, ranks = int(fields["rank"]), int(fields["ranks"])
+        with_rows = int(fields["with_rows"], 16)
+        names = str(fields["output"]), str(fields["index_name"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return OutputPart(*names, rank, ranks, with_rows)
+
+
+def require_distinct(parts: Parts) -> None:
+    """Raise a DataError if two of the files have the same rows, or replace each other.
+
+    Args:
+      parts: of the files that are read together; a path may be there twice.
+    """
+    known: dict[tuple[str, int], Path] = {}
+    writes: dict[tuple[Path, str], tuple[Path, str]] = {}
+    for path, part in sorted(dict(parts).items(), key=lambda item: item[1].rank):
+        index = known.get((part.output, -1))
+        if index is not None or (part.output, part.rank) in known:
+            other = index or known[part.output, part.rank]
+            raise DataError(
+                f"{path}: has rows that {other} has, too, and each row would be read "
+                "twice; name the index alone, or the shards"
+            )
+        known[part.output, part.rank] = path
+        name = path.parent, part.index_name
+        other, output = writes.setdefault(name, (path, part.output))
+        if output != part.output:
+            raise DataError(
+                f"{path}: is of another write of {part.index_name} than {other}, which "
+                "a job leaves that is killed while it replaces files; remove the files "
+                "of one write, or write the rows again"
+            )
+
+
+def require_complete(parts: Parts) -> None:
+    """Raise a DataError if shards of a writer are missing among the files."""
+    by_output: dict[str, dict[int, tuple[Path, OutputPart]]] = {}
+    for path, part in parts:
+        by_output.setdefault(part.output, {})[part.rank] = path, part
+    for shards in by_output.values():
+        path, part = next(iter(shards.values()))
+        if part.is_index:
+            continue
+        bits = range(part.with_rows.bit_length())
+        ranks = [r for r in bits if part.with_rows >> r & 1]
+        missing = [r for r in ranks if r not in shards]
+        if missing and -1 not in shards:
+            names = part.names_of(missing[:3], path.name)
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise DataError(
+                f"{path}: of the {len(ranks)} files that one Hdf5Writer wrote, these "
+                f"are missing: {', '.join(names)}{more}; the job was killed before it "
+                "published them, or they were removed. Write the rows again (a file "
+                "that is named alone, by its path, is read without the others)"
+            )

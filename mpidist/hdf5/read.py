@@ -26,6 +26,7 @@ from mpidist.errors import DataError
 from mpidist.hdf5.chunks import ChunkLayout, decode
 from mpidist.hdf5.files import Map, OpenFiles, RawFile, pieces_of
 from mpidist.hdf5.index import DatasetIndex, FileIndex, ReadMethod, index_file
+from mpidist.hdf5.linked_files import Parts, require_complete, require_distinct
 from mpidist.util import nest
 from mpidist.util.available_memory import available_cores
 from mpidist.util.buffers import Buffers
@@ -55,6 +56,7 @@ class Hdf5Rows:
       names: name of an HDF5 dataset, or a tuple or dict of names.
       allow_short_external: see `Dataset.from_hdf5`.
       threads: how many read and decode concurrently; None for one per available core.
+      may_be_part: whether they may be some of the shards that an `Hdf5Writer` wrote.
     """
 
     def __init__(
@@ -63,8 +65,10 @@ class Hdf5Rows:
         names: str | tuple[str, ...] | Mapping[str, str],
         allow_short_external: bool = False,
         threads: int | None = None,
+        may_be_part: bool = False,
     ):
         self._paths = list(paths)
+        self._may_be_part = may_be_part
         self._names, self._spec = nest.flatten(names)
         # Kept for `describe` when this object is one worker's share of the files.
         self._all_paths = self._paths
@@ -113,7 +117,7 @@ class Hdf5Rows:
         names = nest.unflatten(self._spec, self._names)
         # Only files differ.
         paths, allow_short = self._paths[worker::workers], self._allow_short_external
-        share = Hdf5Rows(paths, names, allow_short, self._threads)
+        share = Hdf5Rows(paths, names, allow_short, self._threads, self._may_be_part)
         share._all_paths = self._paths
         return share
 
@@ -148,6 +152,13 @@ class Hdf5Rows:
         allow = self._allow_short_external
         return [index_file(self._paths[i], self._names, allow) for i in files]
 
+    def parts(self, files: Sequence[FileIndex]) -> Parts:
+        """Return those of the files that an `Hdf5Writer` wrote with others."""
+        pairs = zip(self._paths, files, strict=True)
+        if self._may_be_part:
+            return []
+        return [(path, file.part) for path, file in pairs if file.part is not None]
+
     def adopt(
         self,
         files: Sequence[FileIndex],
@@ -167,6 +178,7 @@ class Hdf5Rows:
           DataError: the files do not fit together.
         """
         self._on_rank = "" if rank is None else f" on rank {rank}"
+        require_distinct(self.parts(files))
         self._file_map = FileMap.of(files)
         most_bytes = max(KEPT_BYTES, most_kept_bytes)
         self._keeps_short = self._file_map.bytes_to_keep(most_bytes) > 0
@@ -255,7 +267,10 @@ class Hdf5Rows:
         """
         if self._file_map is None:
             # Without a strategy this process indexes the files itself.
-            self.adopt(self.inspect(range(len(self._paths))))
+            files = self.inspect(range(len(self._paths)))
+            if self._all_paths is self._paths:
+                require_complete(self.parts(files))
+            self.adopt(files)
         assert self._file_map is not None
         return self._file_map
 

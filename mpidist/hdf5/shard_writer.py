@@ -25,6 +25,7 @@ from mpidist.errors import (
     DTypeError,
     MismatchError,
 )
+from mpidist.hdf5.linked_files import OutputPart
 from mpidist.util import validation
 from mpidist.util.files import AtomicHdf5File
 from mpidist.util.notices import warn
@@ -311,7 +312,7 @@ class ShardWriter:
           DTypeError: a dtype that HDF5 does not have.
           DataError: the file cannot be written; it is incomplete from now on.
         """
-        self._require_whole()
+        self.require_whole()
         by_name = to_arrays(rows)
         fields, count = fields_of(by_name), len(next(iter(by_name.values())))
         if self.rows and not count:
@@ -341,20 +342,25 @@ class ShardWriter:
         self.fields = tuple(fields)
         self._is_whole = True
 
-    def finish(self, fields: Sequence[FieldSpec] = ()) -> None:
-        """Write the buffered rows, and flush the file to the disk.
+    def finish(
+        self, fields: Sequence[FieldSpec] = (), part: OutputPart | None = None
+    ) -> None:
+        """Write the buffered rows and `part`, and flush the file to the disk.
 
         Args:
           fields: of all ranks, whose text may be wider; by default as appended.
+          part: what the file says of itself; None for one that is only read here.
 
         Raises:
           DataError: this, or an earlier write, failed.
         """
-        self._require_whole()
+        self.require_whole()
         if self.rows and fields:
             self._widen(fields)
         for dataset in self._datasets:
             self._write(dataset, functools.partial(dataset.finish, self._hdf5))
+        if part is not None:
+            self._checked("written", functools.partial(part.write, self._hdf5))
         self._checked("written", self._hdf5.close)
         self._checked("written", self._atomic.complete)
 
@@ -362,10 +368,11 @@ class ShardWriter:
         """Rename the finished file; remove it if it has no rows.
 
         Raises:
+          ArgumentError: a file of that name exists; it is unchanged.
           DataError: it cannot be renamed.
         """
         if self.rows:
-            self._checked("renamed", self._atomic.publish)
+            self._checked("renamed", functools.partial(publish_new, self._atomic))
         else:
             self.discard()
 
@@ -378,7 +385,8 @@ class ShardWriter:
         if self._end.detach() is not None:
             _discard(self._hdf5, self._atomic)
 
-    def _require_whole(self) -> None:
+    def require_whole(self) -> None:
+        """Raise a DataError if an append has failed."""
         if not self._is_whole:
             raise DataError(
                 f"{self.path}: an earlier append failed and wrote only some of its rows"
@@ -394,6 +402,8 @@ class ShardWriter:
     def _checked(self, what: str, fn: Callable[[], T]) -> T:
         try:
             return fn()
+        except ArgumentError:
+            raise
         except (OSError, RuntimeError, ValueError) as error:
             raise DataError(f"{self.path}: cannot be {what}: {error}") from error
 
@@ -500,8 +510,30 @@ def _discard(file: h5py.File, atomic: AtomicHdf5File) -> None:
         atomic.discard()
 
 
+def publish_new(atomic: AtomicHdf5File) -> None:
+    """Give a complete file its final name; if that fails, it has not that name.
+
+    Raises:
+      ArgumentError: a file of that name exists; it is unchanged.
+      OSError: it cannot be renamed.
+    """
+    try:
+        atomic.publish(replaces=False)
+    except BaseException as error:
+        atomic.withdraw()
+        if isinstance(error, FileExistsError):
+            raise ArgumentError(
+                f"{atomic.path}: exists already: another job has written it since this "
+                "one looked; remove it, or write to another path"
+            ) from error
+        raise
+
+
 def write_vds(
-    path: Path, fields: Sequence[FieldSpec], shards: Sequence[tuple[str, int]]
+    path: Path,
+    fields: Sequence[FieldSpec],
+    shards: Sequence[tuple[str, int]],
+    part: OutputPart,
 ) -> AtomicHdf5File:
     """Write virtual datasets with the rows of the shards, in the given order.
 
@@ -509,6 +541,7 @@ def write_vds(
       path: name of the returned file after it is published.
       fields: the datasets, which every shard has.
       shards: name of each file, in the same directory, and its number of rows.
+      part: of the index.
 
     Raises:
       OSError: it cannot be written.
@@ -518,6 +551,7 @@ def write_vds(
         with h5py.File(atomic, "w") as file:
             for field in fields:
                 _write_dataset(file, field, shards)
+            part.write(file)
         atomic.complete()
     except BaseException:
         atomic.discard()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
+import secrets
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +22,7 @@ from mpidist.errors import (
     DataError,
     RemoteError,
 )
+from mpidist.hdf5.linked_files import OutputPart, open_hdf5, read_part
 from mpidist.hdf5.shard_writer import (
     FieldSpec,
     ShardWriter,
@@ -26,6 +30,7 @@ from mpidist.hdf5.shard_writer import (
     clean_name,
     common_fields,
     fields_of,
+    publish_new,
     to_arrays,
     write_vds,
 )
@@ -35,6 +40,7 @@ from mpidist.util import validation
 from mpidist.util.files import (
     SHARD_PATTERN,
     AtomicHdf5File,
+    rename_beside,
     shard_name,
     sync_directory,
 )
@@ -50,11 +56,12 @@ _VISIBLE_SECONDS = 10.0
 
 
 class _Part(NamedTuple):
-    """Name, number of rows and fields of one rank's file."""
+    """Name, number of rows and fields of one rank's file, and a random number."""
 
     name: str
     rows: int
     fields: tuple[FieldSpec, ...] | None
+    token: str
 
 
 class Hdf5Writer:
@@ -64,7 +71,8 @@ class Hdf5Writer:
     through its virtual datasets, every HDF5 program reads the rows of all ranks, in
     rank order. Keep the files together; the directory may be moved. A rank without rows
     has no file. `Dataset.from_hdf5` reads the index, or the pattern
-    `"features-*-of-*.h5"`.
+    `"features-*-of-*.h5"`. Each file says which files were written with it, so that
+    rows of a job that was killed, or of two jobs, are never read for all.
 
     By default rows are in the order of the ranks: first all rows that rank 0 appended.
     So predictions for a distributed dataset are in another order than the dataset, on
@@ -79,7 +87,8 @@ class Hdf5Writer:
     Use it in a `with` block; leaving the block is collective. The index appears last,
     when the rows of all ranks are on the disk. If a rank leaves the block by an
     exception, all ranks raise and the files are removed. A killed job leaves `*.tmp`
-    files, or, at the very end, complete files without an index.
+    files, or, at the very end, complete files without an index. A file that another job
+    has written meanwhile is not replaced: then all ranks raise.
 
     All ranks must see the same directory. Parallel HDF5 and file locks are not needed.
 
@@ -93,13 +102,16 @@ class Hdf5Writer:
       compression_level: 0..9 for gzip; None for h5py's default.
       shuffle: whether to reorder bytes first, which helps compression.
       overwrite: whether to replace an existing index and its shards. They are kept
-        until all new rows are on disk; then the old index is removed first.
+        until all new rows are on disk; then they are renamed, the index first, to
+        `*.earlier.tmp`, and removed when the new index is there. If that fails, they
+        get their names again. Other files with the names of shards are an error.
       order: "rank" or "dataset".
       fill_value: with `order="dataset"`, the value of rows that were not appended, as
         after an iterator was restored in an epoch; by default they are an error.
 
     Raises, on all ranks:
-      ArgumentError: an invalid option; the files exist and `overwrite` is False.
+      ArgumentError: an invalid option; the files exist and `overwrite` is False, or
+        they were not written for this path.
       ArgumentTypeError: `strategy` is not a strategy, or `path` not a path.
       MismatchError: the arguments differ between ranks.
       DataError: the directory is missing, not writable, or not shared.
@@ -147,6 +159,7 @@ class Hdf5Writer:
         self._extended.topology.require_open()
         self._shard: ShardWriter | None = None
         self._index: AtomicHdf5File | None = None
+        self._earlier = _EarlierOutput()
         self._order: DatasetOrder | None = None
         self._closed = False
 
@@ -229,7 +242,7 @@ class Hdf5Writer:
         Raises, on all ranks, after removing the new files:
           MismatchError: the ranks appended different datasets.
           DataError: no rank appended anything; or files cannot be written or renamed.
-          ArgumentError: the files exist now, and `overwrite` is False.
+          ArgumentError: the files exist now, and may not be replaced.
         """
         if not self._closed:
             self._closed = True
@@ -280,7 +293,8 @@ class Hdf5Writer:
     def _complete(self) -> None:
         consensus = self._extended.consensus
         self._extended.topology.require_open()
-        parts = consensus.gather_objects(_CLOSE, self._part)
+        part = consensus.run(_CLOSE, self._describe_shard, yield_cpu=True)
+        parts = consensus.gather_objects(_CLOSE, lambda: part)
         # Raises the same on all ranks
         with_rows = [part.fields if part.rows else None for part in parts]
         if not any(with_rows):
@@ -288,67 +302,113 @@ class Hdf5Writer:
         fields = common_fields(_CLOSE, with_rows)
         if self._order is not None:
             fields = self._order.with_fill(fields)
-        consensus.run(_CLOSE, self._finish, fields, yield_cpu=True)
-        if self._order is not None:
-            consensus.run(_CLOSE, self._rearrange, self._order, fields)
-            parts = consensus.gather_objects(_CLOSE, self._part)
-        write = functools.partial(self._write_index, parts, fields)
+            part = consensus.run(_CLOSE, self._rearrange, self._order, fields)
+            parts = consensus.gather_objects(_CLOSE, lambda: part)
+        shards = sum((part.rows > 0) << rank for rank, part in enumerate(parts))
+        where = self._path.name, self._extended.replica_id, len(parts), shards
+        mine = OutputPart(parts[0].token, *where)
+        assert self._shard is not None
+        consensus.run(_CLOSE, self._shard.finish, fields, mine, yield_cpu=True)
+        index = mine._replace(rank=-1)
+        write = functools.partial(self._write_index, parts, fields, index)
         consensus.root_only(_CLOSE, self._checked(write))
         self._publish()
 
-    def _part(self) -> _Part:
+    def _describe_shard(self) -> _Part:
         assert self._shard is not None
-        return _Part(self._shard.path.name, self._shard.rows, self._shard.fields)
+        self._shard.require_whole()
+        described = self._shard.path.name, self._shard.rows, self._shard.fields
+        return _Part(*described, secrets.token_hex(16))
 
-    def _finish(self, fields: Sequence[FieldSpec]) -> None:
-        assert self._shard is not None
-        self._shard.finish(fields)
-
-    def _rearrange(self, order: DatasetOrder, fields: Sequence[FieldSpec]) -> None:
+    def _rearrange(self, order: DatasetOrder, fields: Sequence[FieldSpec]) -> _Part:
         """Replace this rank's file by one with the rows that come next in order."""
         assert self._shard is not None
         appended, self._shard = self._shard, self._new_shard()
         try:
+            appended.finish(fields)
             order.rearrange(_CLOSE, appended.temporary, fields, self._shard)
         finally:
             appended.discard()
-        self._finish(fields)
+        return self._describe_shard()
 
-    def _write_index(self, parts: Sequence[_Part], fields: Sequence[FieldSpec]) -> None:
-        """Write the index under a temporary name, and remove earlier output."""
+    def _write_index(
+        self, parts: Sequence[_Part], fields: Sequence[FieldSpec], index: OutputPart
+    ) -> None:
+        """Write the index under a temporary name."""
         shards = [(part.name, part.rows) for part in parts if part.rows]
-        self._index = write_vds(self._path, fields, shards)
-        # No rank publishes its shard before this point
-        self._require_free()
-        _remove_output(self._path)
+        self._index = write_vds(self._path, fields, shards, index)
 
     def _publish(self) -> None:
-        """Rename the shards, then the index; if that fails, remove all of them."""
+        """Rename the shards, then the index; if that fails, undo all of it."""
         assert self._shard is not None
         consensus = self._extended.consensus
         try:
+            # No rank publishes its shard before this point
+            consensus.root_only(_CLOSE, self._checked(self._clear_way))
             consensus.run(_CLOSE, self._shard.publish)
             consensus.root_only(_CLOSE, self._checked(self._publish_index))
-        except Exception as error:
-            # A rank that is lost may have published the index, which needs the shards
+        except BaseException as error:
+            is_interrupt = not isinstance(error, Exception)
             is_lost = isinstance(error, CollectiveError)
-            if not is_lost or isinstance(error, RemoteError):
-                self._shard.withdraw()
+            if self._extended.num_replicas > 1 and (
+                is_interrupt or (is_lost and not isinstance(error, RemoteError))
+            ):
+                # Another rank may have published the index, which needs the shards
+                self._earlier.restore()
+            else:
+                with contextlib.suppress(CollectiveError):  # the first error counts
+                    self._undo()
             raise
+
+    def _clear_way(self) -> None:
+        self._require_free()
+        self._earlier.set_aside(_find_output(self._path))
 
     def _publish_index(self) -> None:
         assert self._index is not None
         try:
             sync_directory(self._path.parent)
-            self._index.publish()
+            publish_new(self._index)
             sync_directory(self._path.parent)
         except BaseException:
             self._index.withdraw()
             raise
+        self._earlier.remove()
+
+    def _undo(self) -> None:
+        """Remove the new files, and bring back the earlier ones. Collective."""
+        assert self._shard is not None
+        consensus = self._extended.consensus
+
+        if consensus.root_only(_CLOSE, self._remove_index):
+            consensus.run(_CLOSE, self._shard.withdraw)
+            consensus.root_only(_CLOSE, self._earlier.restore)
+
+    def _remove_index(self) -> bool:
+        """Withdraw the index; return whether its shards may go, too."""
+        if self._index is not None:
+            self._index.withdraw()
+            with contextlib.suppress(OSError):
+                return not self._index.has_final_name()
+        return self._index is None
 
     def _require_free(self) -> None:
-        if not self._overwrite:
-            _require_no_output(self._path)
+        """Raise an ArgumentError if files of this output exist, and may not go."""
+        found = _find_output(self._path)
+        if self._overwrite:
+            found = [path for path in found if not _is_replaceable(path, self._path)]
+        if found:
+            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+            names = ", ".join(path.name for path in found[:3]) + more
+            advice = "remove them, write to another path, or pass overwrite=True"
+            if self._overwrite:
+                advice = (
+                    f"by their content they are no shards of {self._path.name}, and "
+                    "are not overwritten; remove them, or write to another path"
+                )
+            raise ArgumentError(
+                f"{self._path}: these files exist already: {names}; {advice}"
+            )
 
     def _checked(self, fn: Callable[[], T]) -> Callable[[], T]:
         def checked() -> T:
@@ -414,20 +474,56 @@ def _find_output(index: Path) -> list[Path]:
     return [index.with_name(name) for name in indices + shards]
 
 
-def _require_no_output(index: Path) -> None:
-    """Raise an ArgumentError if the index or a shard of it exists."""
-    names = [path.name for path in _find_output(index)]
-    if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise ArgumentError(
-            f"{index}: these files exist already: {', '.join(names[:3])}{more}; remove "
-            "them, write to another path, or pass overwrite=True"
-        )
+def _is_replaceable(path: Path, index: Path) -> bool:
+    """Return whether `overwrite=True` may replace a file: the index, or a shard of it.
 
-
-def _remove_output(index: Path) -> None:
-    """Remove an existing index, then its shards."""
-    for path in _find_output(index):
-        path.unlink(missing_ok=True)
+    A name proves nothing: shards say of themselves what they are.
+    """
+    try:
+        mode = path.lstat().st_mode
         if path == index:
-            sync_directory(index.parent)
+            return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
+        if not stat.S_ISREG(mode):
+            return False
+        with open_hdf5(path) as file:
+            part = read_part(file)
+    except FileNotFoundError:
+        return True
+    except (OSError, RuntimeError, ValueError, KeyError):
+        return False
+    return part is not None and not part.is_index and part.index_name == index.name
+
+
+class _EarlierOutput:
+    """Files of an earlier writer, kept under other names until new ones are there."""
+
+    def __init__(self) -> None:
+        self._moves: list[tuple[Path, Path]] = []  # the index first
+
+    def set_aside(self, paths: Sequence[Path]) -> None:
+        """Rename the files: an index, then its shards."""
+        for path in paths:
+            aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}.earlier.tmp")
+            self._moves.append((path, aside))
+            with contextlib.suppress(FileNotFoundError):
+                path.rename(aside)
+            # An index must not find other shards, not even after a power failure
+            if path == paths[0]:
+                sync_directory(path.parent)
+
+    def restore(self) -> None:
+        """Rename them back, the index last, unless other files have their names."""
+        with contextlib.suppress(OSError):
+            while self._moves:
+                path, aside = self._moves[-1]
+                if os.path.lexists(aside):
+                    rename_beside(aside, path)
+                    aside.unlink(missing_ok=True)
+                self._moves.pop()
+
+    def remove(self) -> None:
+        """Remove them. Errors are ignored: a temporary name stays then."""
+        for _, aside in self._moves:
+            with contextlib.suppress(OSError):
+                aside.unlink()
+        self._moves.clear()

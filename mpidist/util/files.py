@@ -126,6 +126,7 @@ _WITHOUT_LINKS = {
     errno.EPERM,
     errno.EMLINK,
     errno.ENOSYS,
+    errno.EXDEV,
     errno.ENOTSUP,
     errno.EOPNOTSUPP,
 }
@@ -137,19 +138,38 @@ def identity(file: Path | int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _rename_beside(source: Path, target: Path) -> None:
-    """Give a file another name, if there is no file of that name."""
+def rename_beside(source: Path, target: Path) -> None:
+    """Give a file another name, if there is no file of that name.
+
+    Its first name may stay, too.
+
+    Raises:
+      FileExistsError: there is one.
+      OSError: the file did not get that name, as far as one can see.
+    """
     try:
         os.link(source, target)
     except OSError as error:
         if error.errno not in _WITHOUT_LINKS:
             raise
-        # Then two jobs at the same moment are not noticed
-        if os.path.lexists(target):
-            raise FileExistsError(
-                errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(target)
-            ) from error
-        os.rename(source, target)
+        _claim_and_rename(source, target)
+
+
+def _claim_and_rename(source: Path, target: Path) -> None:
+    """Rename a file over an empty one, which only this call can have created."""
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+    claimed = None
+    try:
+        claimed = identity(descriptor)
+        os.replace(source, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            if identity(target) == claimed:
+                os.unlink(target)
+        raise
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 # After the final name, which may have dots as the host may
@@ -176,7 +196,11 @@ class AtomicFile(io.FileIO):
         self.temporary = path.with_name(f"{path.name}.{unique}.tmp")
         # O_CREAT | O_EXCL follows no link
         super().__init__(os.fspath(self.temporary), "x+")
-        self._identity = identity(self.fileno())
+        try:
+            self._identity = identity(self.fileno())
+        except BaseException:
+            self.discard()
+            raise
 
     def write(self, data: Any) -> int:
         """Write all of `data`; return its size in bytes."""
@@ -206,7 +230,7 @@ class AtomicFile(io.FileIO):
           OSError: the file did not get its name, as far as one can see.
         """
         try:
-            (os.replace if replaces else _rename_beside)(self.temporary, self.path)
+            (os.replace if replaces else rename_beside)(self.temporary, self.path)
         except OSError:
             # A server that answers late reports an error for what took place
             if not self.has_final_name():
@@ -254,9 +278,9 @@ class AtomicHdf5File(AtomicFile):
     """An `AtomicFile` for `h5py.File`, whose writes do not raise.
 
     HDF5 cannot close a file after a failed write, and crashes the process at exit. So
-    the first error is kept for `require_sound`, and later writes are skipped. A forked
-    child writes nothing. HDF5 takes no locks on such a file; they fail on many network
-    file systems.
+    the first error, or exception of a signal handler, is kept for `require_sound`, and
+    later writes are skipped. A forked child writes nothing. HDF5 takes no locks on such
+    a file; they fail on many network file systems.
 
     Raises:
       OSError: the directory does not exist, or is not writable.
@@ -264,24 +288,24 @@ class AtomicHdf5File(AtomicFile):
 
     def __init__(self, path: Path):
         super().__init__(path)
-        self._error: OSError | None = None
+        self._error: BaseException | None = None
 
     def write(self, data: Any) -> int:
         """Write all of `data`, or keep the error."""
-        if self._may_write():
-            with self._keep_error():
+        with self._keep_error():
+            if self._may_write():
                 return super().write(data)
         return memoryview(data).nbytes
 
     def truncate(self, size: int | None = None) -> int:
         """Change the length of the file, or keep the error."""
-        if self._may_write():
-            with self._keep_error():
+        with self._keep_error():
+            if self._may_write():
                 super().truncate(size)
         return 0 if size is None else size
 
     def require_sound(self) -> None:
-        """Raise the OSError of the first write that failed."""
+        """Raise the error of the first write that failed."""
         if self._error is not None:
             raise self._error
 
@@ -303,7 +327,7 @@ class AtomicHdf5File(AtomicFile):
     def _keep_error(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except BaseException as error:
             self._error = self._error or error
 
 

@@ -1,9 +1,12 @@
 """Rows that all ranks write, against NumPy and plain h5py."""
 
+import errno
+import gc
 import itertools
 import math
 import os
 import resource
+import shutil
 import sys
 
 import h5py
@@ -542,6 +545,41 @@ def test_of_two_writers_of_one_path_the_second_is_refused(comm, strategy, path):
     assert len(names_in(path.parent)) == 1 + comm.size
 
 
+@pytest.mark.parametrize("moment", ["shards", "index"])
+@pytest.mark.parametrize("has_links", [True, False])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_of_two_jobs_one_raises_and_the_rows_of_the_other_stay(
+    comm, strategy, make_strategy, path, monkeypatch, moment, has_links, overwrite
+):
+    """The other job writes all while this one is about to name its files."""
+
+    def refuse(source, target):
+        raise OSError(errno.EPERM, "no hard links")
+
+    other, real = make_strategy(), AtomicHdf5File.publish
+
+    def write_other():
+        monkeypatch.setattr(AtomicHdf5File, "publish", real)
+        write(other, path, 1)
+
+    def publish(self, **options):
+        if moment == "index" and self.path == path:
+            with h5py.File(path, "w") as file:
+                file["data"] = [1] * 2 * comm.size
+        elif moment == "shards":
+            write_other()
+        real(self, **options)
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(AtomicHdf5File, "publish", publish)
+    with pytest.raises(mpidist.ArgumentError, match="exists already: another job"):
+        write(strategy, path, 2, overwrite=overwrite)
+    comm.Barrier()
+    assert read(path).tolist() == [1] * 2 * comm.size
+    assert len(names_in(path.parent)) == 1 + (comm.size if moment == "shards" else 0)
+
+
 def test_a_finalized_strategy_cannot_write(comm, path):
     strategy = mpidist.MirroredStrategy(communicator=comm)
     writer = Hdf5Writer(strategy, path)
@@ -588,10 +626,48 @@ def test_files_of_other_names_are_no_hindrance_and_are_left(comm, strategy, path
 def test_overwrite_replaces_the_files_of_any_number_of_ranks(comm, strategy, path):
     write(strategy, path, 1)
     old = path.with_name("features-00009-of-00010.h5")
-    on_root(comm, old.write_text, "of another job")
+    on_root(comm, shutil.copy, path.with_name(shard(0, comm.size)), old)
     write(strategy, path, 2, overwrite=True)
     assert read(path).tolist() == [2] * 2 * comm.size
     assert len(names_in(path.parent)) == 1 + comm.size
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("kind", ["text", "hdf5", "link", "other index"])
+def test_overwrite_replaces_no_file_by_its_name(comm, strategy, path, kind, is_early):
+    """Whether it was there before the writer, or not."""
+    mine = path.with_name(shard(0, comm.size))
+    other = path.with_name("other.h5")
+    write(strategy, other, 1)
+
+    def place():
+        if kind == "text":
+            mine.write_text("precious")
+        elif kind == "hdf5":
+            with h5py.File(mine, "w") as file:
+                file["data"] = [7]
+        elif kind == "link":
+            mine.symlink_to("other.h5")
+        else:
+            shutil.copy(other.with_name(f"other-00000-of-{comm.size:05}.h5"), mine)
+
+    if is_early:
+        on_root(comm, place)
+    with pytest.raises(mpidist.ArgumentError, match=f"{mine.name}; .*content"):  # noqa: SIM117
+        with Hdf5Writer(strategy, path, overwrite=True) as writer:
+            writer.append(np.ones(2))
+            if not is_early:
+                on_root(comm, place)
+    comm.Barrier()
+    assert mine.name in names_in(path.parent)
+    assert len(names_in(path.parent)) == 2 + comm.size
+    assert read(other).tolist() == [1] * 2 * comm.size
+
+
+def test_an_index_that_another_program_wrote_may_be_overwritten(comm, strategy, path):
+    on_root(comm, path.write_text, "old")
+    write(strategy, path, 1, overwrite=True)
+    assert read(path).tolist() == [1] * 2 * comm.size
 
 
 def test_overwrite_that_fails_keeps_the_old_files(comm, strategy, path):
@@ -726,6 +802,7 @@ def test_after_an_append_that_could_not_be_written_there_is_no_close(
 def test_a_file_that_one_rank_cannot_create_is_an_error_on_all(comm, strategy, path):
     last = comm.size - 1
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    gc.collect()  # closes descriptors
     free = os.dup(0)
     os.close(free)
     if comm.rank == last:
@@ -743,20 +820,17 @@ def test_a_file_that_one_rank_cannot_create_is_an_error_on_all(comm, strategy, p
 
 STEPS = {
     "fsync of a shard": ("os.fsync", "-of-", 1),
-    "rename of a shard": ("os.replace", "-of-", 1),
-    "rename of a shard, done": ("os.replace", "-of-", -1),
+    "link of a shard": ("os.link", "-of-", 1),
     "creation of the index": ("mpidist.strategy.hdf5_writer.write_vds", "", 1),
     "fsync of the index": ("os.fsync", "features.h5.", 1),
     "fsync of the folder": ("os.fsync", "", 1),
-    "rename of the index": ("os.replace", "features.h5.", 1),
-    "rename of the index, done": ("os.replace", "features.h5.", -1),
+    "link of the index": ("os.link", "features.h5.", 1),
     "second fsync of the folder": ("os.fsync", "", 2),
 }
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_last_step_that_fails_leaves_nothing(comm, strategy, path, monkeypatch, step):
-    """A rename may take place and report an error."""
     function, part, number = STEPS[step]
     module, _, name = function.rpartition(".")
     real = getattr(sys.modules[module], name)
@@ -767,10 +841,8 @@ def test_a_last_step_that_fails_leaves_nothing(comm, strategy, path, monkeypatch
         if isinstance(target, int):
             place = os.readlink(f"/proc/self/fd/{target}")
         is_this = part in str(place) if part else str(place) in map(str, mine)
-        if not is_this or next(calls) != abs(number):
+        if not is_this or next(calls) != number:
             return real(target, *arguments)
-        if number < 0:
-            real(target, *arguments)
         raise OSError(5, "Input/output error")
 
     writer = Hdf5Writer(strategy, path)
@@ -823,11 +895,11 @@ def test_the_index_is_named_after_all_else_is_on_the_disk(
         done.append(("sync", "folder" if target == str(path.parent) else target))
         real_fsync(descriptor)
 
-    def publish(self):
+    def publish(self, **options):
         names[str(self.temporary)] = self.path.name
         assert not path.exists()
         done.append(("name", self.path.name))
-        real_publish(self)
+        real_publish(self, **options)
 
     monkeypatch.setattr("os.fsync", fsync)
     monkeypatch.setattr(AtomicHdf5File, "publish", publish)
@@ -932,10 +1004,10 @@ path, moment, name = sys.argv[1:]
 def die_in(method):
     real = getattr(AtomicHdf5File, method)
 
-    def dying(self):
+    def dying(self, **options):
         if (moment, name) == (method, self.path.name):
             os.kill(os.getpid(), signal.SIGKILL)
-        real(self)
+        real(self, **options)
 
     setattr(AtomicHdf5File, method, dying)
 

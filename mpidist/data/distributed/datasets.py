@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import secrets
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpidist.comm.banner import show_once
@@ -33,6 +34,12 @@ from mpidist.data.map_dataset import Epoch, MapDataset
 from mpidist.data.row_numbers import is_reshuffled
 from mpidist.data.sources import IndexedSource
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
+from mpidist.hdf5.linked_files import (
+    OutputPart,
+    Parts,
+    require_complete,
+    require_distinct,
+)
 from mpidist.options import AutoShardPolicy, InputOptions
 from mpidist.util import near_misses, nest, validation
 from mpidist.util.available_memory import free_bytes
@@ -184,7 +191,9 @@ class DistributedDataset:
         # Replicas that read different data must be an error, not silent
         pipeline, policy, origin = extended.consensus.run(call, prepare, same=describe)
         if policy is AutoShardPolicy.FILE:
-            return cls._of_own_batches(extended, lambda: pipeline, options, call)
+            return cls._of_own_batches(
+                extended, lambda: pipeline, options, call, is_divided=True
+            )
         chosen, entropy = options or InputOptions(), 0
         if pipeline.needs_entropy:  # an order must not differ between ranks
             entropy = extended.consensus.root_only("seed", lambda: secrets.randbits(62))
@@ -234,21 +243,29 @@ class DistributedDataset:
         make: Callable[[], MapDataset | IterDataset],
         options: InputOptions | None,
         call: str,
+        is_divided: bool = False,
     ) -> DistributedDataset:
         """Return a dataset of each replica's own batches, which are not divided.
 
-        `make` returns this replica's pipeline, and may fail or communicate.
+        `make` returns this replica's pipeline, and may fail or communicate;
+        `is_divided`: of a dataset whose files the replicas share out.
         """
 
         def prepare() -> _OwnBatches:
             pipeline = make()
-            _index_own_files(extended, pipeline)
+            parts = _index_own_files(extended, pipeline)
             # All ranks need to know which rank runs out first, and whether all have
             # batches. Rank 0's entropy is everyone's, even if its own pipeline has no
             # shuffle: another rank's may have one
-            local = Origin.of(pipeline), pipeline.is_batched, secrets.randbits(62)
+            own = Origin.of(pipeline), pipeline.is_batched, secrets.randbits(62)
+            local = *own, parts
             by_rank = extended.consensus.gather_objects(call, lambda: local)
-            origins, batched, entropy = zip(*by_rank, strict=True)
+            origins, batched, entropy, by_files = zip(*by_rank, strict=True)
+            # Shards of one writer may be with several ranks
+            everyone = [part for parts in by_files for part in parts]
+            if is_divided:
+                require_distinct(everyone)
+            require_complete(everyone)
             lengths = [origin.cardinality for origin in origins]
             is_batched = all(batched)
             steps = count_steps(lengths)
@@ -444,23 +461,27 @@ def _share_indexes(
         by_rank = consensus.gather_objects(call, inspect, senders=count)
         # Restore the order of the files: rank r has indexed r, r + size, ...
         files = [by_rank[i % len(by_rank)][i // len(by_rank)] for i in range(count)]
+        require_complete(source.parts(files))
         source.adopt(files, consensus.rank, *_limits(extended))
 
 
 def _index_own_files(
     extended: ReplicaGroup, pipeline: MapDataset | IterDataset
-) -> None:
-    """Index the files of this rank's own dataset.
+) -> Parts:
+    """Index the files of this rank's own dataset; return `IndexedSource.parts`.
 
     Raises:
       DataError: a file is missing, damaged, or does not fit the others; it names the
         rank, as other ranks do not have this file.
     """
     rank = extended.consensus.rank
+    parts: list[tuple[Path, OutputPart]] = []
     for source in _sources(pipeline):
         files = _inspect(source, range(source.file_count), rank)
         with _naming(rank):
             source.adopt(files, rank, *_limits(extended))
+        parts += source.parts(files)
+    return parts
 
 
 def _inspect(source: IndexedSource, files: range, rank: int) -> list[Any]:
