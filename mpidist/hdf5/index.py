@@ -27,8 +27,11 @@ from mpidist.errors import DataError
 from mpidist.hdf5 import chunks as hdf5_chunks
 from mpidist.hdf5.chunks import Filter
 from mpidist.hdf5.linked_files import (
+    Sources,
     check_sources,
+    closing,
     find_linked,
+    is_being_written,
     open_hdf5,
 )
 from mpidist.util.files import open_regular
@@ -184,8 +187,11 @@ class FileIndex:
       state: of the file when it was indexed.
       rows: number of rows of each dataset.
       datasets: one index per requested dataset.
-      is_being_written: whether this process has the file open for writing.
+      is_being_written: whether the indexing process writes to it, or to its sources.
       others: states of other files that store rows (external links, VDS sources).
+      other_rows: the first row of each of those, and the one after its last.
+      patterns: of the names of numbered VDS sources (%b).
+      numbered: those that exist, which are among `others`.
     """
 
     state: FileState
@@ -193,6 +199,11 @@ class FileIndex:
     datasets: tuple[DatasetIndex, ...]
     is_being_written: bool = False
     others: tuple[FileState, ...] = ()
+    other_rows: Offsets = dataclasses.field(
+        default_factory=lambda: np.empty((0, 2), np.int64)
+    )
+    patterns: tuple[str, ...] = ()
+    numbered: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:
@@ -213,32 +224,55 @@ def index_file(
     Raises:
       DataError: the file or a dataset cannot be read, or the numbers of rows differ.
     """
-    with _explain(path, "cannot be opened as HDF5"), contextlib.ExitStack() as opened:
+    with _explain(path, "cannot be opened as HDF5"):
+        is_shared = is_being_written([path])
+        index = _index_file(path, names, allow_short_external, is_shared)
+        if not is_shared and is_being_written(state.path for state in index.others):
+            index = _index_file(path, names, allow_short_external, is_shared=True)
+    lengths = [index.shape[0] for index in index.datasets]
+    if len(set(lengths)) > 1:
+        pairs = ", ".join(f"{c.name!r} has {c.shape[0]}" for c in index.datasets)
+        raise DataError(f"{path}: the datasets have unequal rows: {pairs}")
+    return index
+
+
+def _index_file(
+    path: Path, names: Sequence[str], allow_short_external: bool, is_shared: bool
+) -> FileIndex:
+    others = Sources({}, [], [])
+    with contextlib.ExitStack() as opened:
         # Opened without HDF5 first: HDF5 would block on a FIFO and print its own errors
         descriptor = open_regular(path)
         opened.callback(os.close, descriptor)
         state = state_of(path, descriptor)
-        file = opened.enter_context(open_hdf5(path))
-        others: list[str] = []
+        file = opened.enter_context(open_hdf5(path, is_shared))
         # All datasets before any index: an error names a missing dataset first.
-        datasets = [_dataset(path, file, name, others) for name in names]
+        datasets = [
+            opened.enter_context(closing(_dataset(path, file, name, others)))
+            for name in names
+        ]
         with _explain(path, f"the files of {', '.join(names)} cannot be read"):
             missing = check_sources(datasets, others, allow_short_external)
             # In the order in which they were found, each once.
-            states = tuple(state_of(Path(other)) for other in dict.fromkeys(others))
+            states = tuple(state_of(Path(other)) for other in others.rows)
         if missing:
             raise DataError(
                 f"{path}: sources of its rows are missing: {'; '.join(missing)}"
             )
         indexes = tuple(
-            map(functools.partial(_index_dataset, path, file), names, datasets)
+            _index_dataset(path, file, name, dataset, is_shared)
+            for name, dataset in zip(names, datasets, strict=True)
         )
-    lengths = [index.shape[0] for index in indexes]
-    if len(set(lengths)) > 1:
-        pairs = ", ".join(f"{c.name!r} has {c.shape[0]}" for c in indexes)
-        raise DataError(f"{path}: the datasets have unequal rows: {pairs}")
-    is_being_written = _is_being_written(path)
-    return FileIndex(state, lengths[0], indexes, is_being_written, states)
+    return FileIndex(
+        state,
+        indexes[0].shape[0],
+        indexes,
+        is_shared,
+        states,
+        np.array(list(others.rows.values()), np.int64).reshape(-1, 2),
+        tuple(others.patterns),
+        tuple(others.numbered),
+    )
 
 
 @contextlib.contextmanager
@@ -311,10 +345,10 @@ def state_of(path: Path, descriptor: int | None = None) -> FileState:
     )
 
 
-def _dataset(path: Path, file: h5py.File, name: str, others: list[str]) -> h5py.Dataset:
-    """Return a dataset; append the files to which links on its path lead."""
+def _dataset(path: Path, file: h5py.File, name: str, others: Sources) -> h5py.Dataset:
+    """Return a dataset; add the files to which links on its path lead."""
     with _explain(path, f"dataset {name!r} cannot be opened"):
-        others += find_linked(file, name)
+        others.add(find_linked(file, name))
         dataset = file.get(name)
     if not isinstance(dataset, h5py.Dataset):
         raise DataError(
@@ -326,14 +360,14 @@ def _dataset(path: Path, file: h5py.File, name: str, others: list[str]) -> h5py.
 
 
 def _index_dataset(
-    path: Path, file: h5py.File, name: str, dataset: h5py.Dataset
+    path: Path, file: h5py.File, name: str, dataset: h5py.Dataset, is_shared: bool
 ) -> DatasetIndex:
     with _explain(path, f"dataset {name!r} cannot be read"):
-        return _index_readable(path, file, name, dataset)
+        return _index_readable(path, file, name, dataset, is_shared)
 
 
 def _index_readable(
-    path: Path, file: h5py.File, name: str, dataset: h5py.Dataset
+    path: Path, file: h5py.File, name: str, dataset: h5py.Dataset, is_shared: bool
 ) -> DatasetIndex:
     if dataset.ndim == 0 or dataset.shape is None:
         raise DataError(f"{path}: dataset {name!r} is a scalar, without rows")
@@ -346,7 +380,7 @@ def _index_readable(
         dataset.chunks is not None,
         dataset.chunks or dataset.shape,
     )
-    if _is_being_written(path):  # its chunks may change
+    if is_shared:  # its chunks may change
         why = "this process has the file open to write"
         return dataclasses.replace(by_h5py, method=ReadMethod.H5PY, why=why)
     index = _indexed(file, name, dataset)
@@ -387,17 +421,6 @@ def kind_of(dataset: h5py.Dataset) -> tuple[tuple[int, ...], np.dtype[Any]]:
         dtype, more = dtype.subdtype
         shape = (*shape, *more)
     return shape, dtype
-
-
-def _is_being_written(path: Path) -> bool:
-    """Return whether this process has the file open for writing."""
-    for file in h5py.h5f.get_obj_ids(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE):
-        # Another thread may close it at any time
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            is_open_to_write = file.get_intent() != h5py.h5f.ACC_RDONLY
-            if is_open_to_write and os.path.samefile(file.name, path):
-                return True
-    return False
 
 
 def _is_plain(dataset: h5py.Dataset) -> bool:
