@@ -64,6 +64,10 @@ class Map(MapTransformation):
     def _call(self, element: Any) -> Any:
         return call_mapped(self._fn, element)
 
+    @property
+    def members(self) -> tuple[Any, ...]:
+        return ()  # the function makes other elements
+
     def chunk_layout(self) -> ChunkLayout | None:
         return self._parent.chunk_layout()
 

@@ -15,7 +15,7 @@ import functools
 import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -373,6 +373,7 @@ def _index_readable(
         raise DataError(f"{path}: dataset {name!r} is a scalar, without rows")
     with _explain(path, f"dataset {name!r} has a type that NumPy lacks"):
         kind = kind_of(dataset)
+        _require_apart(kind[1])
     by_h5py = DatasetIndex(
         name,
         *kind,
@@ -421,6 +422,24 @@ def kind_of(dataset: h5py.Dataset) -> tuple[tuple[int, ...], np.dtype[Any]]:
         dtype, more = dtype.subdtype
         shape = (*shape, *more)
     return shape, dtype
+
+
+def _require_apart(dtype: np.dtype[Any]) -> None:
+    """Raise if members of a compound overlap: h5py would write beyond its buffer.
+
+    They do where NumPy has no type of that size, as for bfloat16: h5py takes a longer
+    one, but leaves the members where they are.
+    """
+    if isinstance(item := h5py.check_vlen_dtype(dtype), np.dtype):
+        _require_apart(item)
+    end = 0
+    fields: Mapping[str, Any] = dtype.fields or {}
+    for name in sorted(dtype.names or (), key=lambda name: fields[name][1]):
+        item, start = fields[name][:2]
+        if start < end:
+            raise TypeError(f"member {name!r} overlaps the one before it in {dtype}")
+        end = start + item.itemsize
+        _require_apart(item.base)
 
 
 def _is_plain(dataset: h5py.Dataset) -> bool:

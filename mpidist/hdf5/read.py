@@ -26,7 +26,7 @@ from mpidist.errors import DataError
 from mpidist.hdf5.chunks import ChunkLayout, decode
 from mpidist.hdf5.files import Map, OpenFiles, RawFile, pieces_of
 from mpidist.hdf5.index import DatasetIndex, FileIndex, ReadMethod, index_file
-from mpidist.util import nest
+from mpidist.util import nest, validation
 from mpidist.util.available_memory import available_cores
 from mpidist.util.buffers import Buffers
 from mpidist.util.threads import share_calls
@@ -179,6 +179,11 @@ class Hdf5Rows:
     def chunk_layout(self) -> ChunkLayout:
         """Return how the rows are grouped in chunks."""
         return self.file_map().chunk_layout
+
+    @property
+    def dtypes(self) -> list[np.dtype[Any]]:
+        """The dtype of each dataset, with the members of enums."""
+        return [index.dtype for index in self.file_map().files[0].datasets]
 
     def reserve_cache(self, rows: int) -> None:
         """Size the cache for random reads among so many rows."""
@@ -452,12 +457,20 @@ def _is_short(index: DatasetIndex) -> bool:
 def _require_like(file: FileIndex, first: FileIndex) -> None:
     """Raise a DataError if the rows of two files differ in dtype or shape."""
     for index, other in zip(file.datasets, first.datasets, strict=True):
-        if (index.native, index.row_shape) != (other.native, other.row_shape):
-            raise DataError(
-                f"{file.path}: rows of dataset {index.name!r} are {index.native} "
-                f"{index.row_shape}, but {other.native} {other.row_shape} in "
-                f"{first.path}"
+        if _rows_of(index) != _rows_of(other):
+            here, there = (
+                f"{dtype}{dict(members) or ''} {shape}"
+                for dtype, shape, members in map(_rows_of, (index, other))
             )
+            raise DataError(
+                f"{file.path}: rows of dataset {index.name!r} are {here}, but {there} "
+                f"in {first.path}"
+            )
+
+
+def _rows_of(index: DatasetIndex) -> tuple[Any, ...]:
+    """Return what files have in common: dtype, shape, and members of enums."""
+    return index.native, index.row_shape, validation.members_of(index.dtype)
 
 
 def _chunk_layout_of(files: Sequence[FileIndex]) -> ChunkLayout:
