@@ -19,6 +19,7 @@ import glob
 import itertools
 import operator
 import os
+import re
 import sys
 import threading
 import weakref
@@ -197,7 +198,7 @@ class Sources(NamedTuple):
 
     Args:
       rows: by path, of which rows: the first one, and that after the last.
-      patterns: of the names of numbered sources (%b).
+      patterns: paths of numbered sources, with %b for the number and %% for %.
       numbered: which of those exist, sorted.
     """
 
@@ -431,10 +432,7 @@ def _find_storage(dataset: h5py.Dataset, existing: Sources) -> None:
             existing.add([path])
     for name in _sources_of(dataset) if dataset.is_virtual else ():
         if _is_numbered(name):
-            existing.patterns.extend(
-                glob.escape(path).replace("%%", "%").replace("%b", "*")
-                for path in _candidates(name, dataset.file, _SOURCES)
-            )
+            existing.patterns.extend(_candidates(name, dataset.file, _SOURCES))
 
 
 def find_numbered(patterns: Iterable[str]) -> list[str]:
@@ -443,7 +441,15 @@ def find_numbered(patterns: Iterable[str]) -> list[str]:
     Raises:
       OSError: one is not a regular file.
     """
-    paths = {path for pattern in patterns for path in glob.glob(pattern)}
+
+    def insert(digits: str, escaped: str) -> str:
+        return re.sub("%(.)", lambda m: digits if m[1] == "b" else m[1], escaped)
+
+    paths: set[str] = set()
+    for pattern in patterns:
+        like = re.compile(insert(r"\d+", re.escape(pattern)))
+        near = glob.glob(insert("[0-9]*", glob.escape(pattern)))
+        paths.update(filter(like.fullmatch, near))
     return _existing(sorted(paths))
 
 
