@@ -29,13 +29,13 @@ from mpidist.hdf5.index import (
     DatasetIndex,
     FileIndex,
     FileState,
+    index_file,
     kind_of,
     state_of,
 )
 from mpidist.hdf5.linked_files import (
     closing,
     find_numbered,
-    identity_of,
     is_being_written,
     open_hdf5,
 )
@@ -65,48 +65,54 @@ _GAP_BYTES = 4 << 10
 _LONG_BYTES = 64 << 10
 
 
+@dataclasses.dataclass
 class WatchedFile:
     """A file that must stay as this process has first seen it, at its path.
 
     Args:
       state: what it was like then.
       is_local: whether only this node writes to its file system.
+      checked: when it was checked, in seconds.
     """
 
-    def __init__(self, state: FileState, is_local: bool):
-        self.state = state
-        self._is_local = is_local
-        self._name = os.fspath(state.path)
-        self._identity = state.device, state.inode, state.size_bytes, state.mtime_ns
-        self._checked = time.monotonic()
+    state: FileState
+    is_local: bool
+    checked: float = dataclasses.field(default_factory=time.monotonic)
 
     def check(self, is_due: bool = False) -> None:
         """Raise a DataError if the file has changed.
 
         On a network file system maybe a minute late, unless the check `is_due`.
         """
-        if not (self._is_local or is_due):
+        if not (self.is_local or is_due):
             now = time.monotonic()
-            if now < self._checked + _CHECK_SECONDS:
+            if now < self.checked + _CHECK_SECONDS:
                 return
-            self._checked = now
+            self.checked = now
+        before = self.state
         try:
-            is_same = identity_of(os.stat(self._name)) == self._identity
+            status = os.stat(before.path)
         except FileNotFoundError as error:
             raise DataError(
-                f"{self._name}: was removed or replaced; a file must not change while "
+                f"{before.path}: was removed or replaced; a file must not change while "
                 "it is read"
             ) from error
-        if not is_same:
+        # The usual case, without a function
+        if (
+            status.st_mtime_ns != before.mtime_ns
+            or status.st_ino != before.inode
+            or status.st_size != before.size_bytes
+            or status.st_dev != before.device
+        ):
             self._require_same()
 
     def _require_same(self) -> None:
         # A file system that was mounted again has another number
         now = dataclasses.replace(state_of(self.state.path), head=self.state.head)
-        if changes := self.state.changes_to(now, not self._is_local):
+        if changes := self.state.changes_to(now, not self.is_local):
             raise DataError(
-                f"{self._name}: was changed: {', '.join(changes)}; a file must not "
-                "change while it is read; create a new dataset to read its present "
+                f"{self.state.path}: was changed: {', '.join(changes)}; a file must "
+                "not change while it is read; create a new dataset to read its present "
                 "contents"
             )
 
@@ -125,7 +131,11 @@ def _see(expected: FileState, path: Path, look: Callable[[], FileState]) -> File
     while True:
         try:
             state = look()
-            if not (changes := expected.changes_to(state, not is_local(state.device))):
+            here = expected.node, expected.device
+            is_shared = (state.node, state.device) != here and not is_local(
+                state.device
+            )
+            if not (changes := expected.changes_to(state, is_shared)):
                 return state
             error: Exception = DataError(
                 f"{path}: differs from the indexed file: {', '.join(changes)}"
@@ -306,6 +316,9 @@ class OpenFiles:
         self._hdf5: collections.OrderedDict[Path, Any] = collections.OrderedDict()
         # Files and sources as this process has first seen them, kept for ever
         self._watched: dict[Path, WatchedFile] = {}
+        self._watched_sources: dict[Path, WatchedFile] = {}
+        self._own_indexes: dict[Path, FileIndex] = {}
+        self._is_local: dict[int, bool] = {}  # by device
         self._lock = threading.RLock()
 
     def raw(self, path: Path, file_index: FileIndex) -> RawFile:
@@ -318,8 +331,7 @@ class OpenFiles:
             expected = None
         file: RawFile = self._opened(self._raw, path, lambda: RawFile(path, expected))
         if watched is None:
-            watched = WatchedFile(file.state, is_local(file.state.device))
-            self._watched.setdefault(path, watched)
+            self._watched.setdefault(path, self._watching(file.state))
         return file
 
     def check(
@@ -339,15 +351,25 @@ class OpenFiles:
         if path not in self._watched and not self._watch(path, file_index):
             return
         self._watched[path].check(is_due)
-        # A rank that has its own path of the file may have its own sources, too
-        if file_index.others and path == file_index.path:
-            for source in _sources_of(file_index, rows):
-                self._watched_source(source).check(is_due)
-            if list(file_index.numbered) != find_numbered(file_index.patterns):
-                raise DataError(
-                    f"{path}: numbered sources of this file were added or removed; "
-                    "create a new dataset to read its present contents"
-                )
+        if not file_index.others:
+            return
+        if path != file_index.path:  # a rank with its own copy has its own sources
+            file_index = self._own_index(path, file_index)
+        for source in _sources_of(file_index, rows):
+            self._watched_source(source).check(is_due)
+        if list(file_index.numbered) != find_numbered(file_index.patterns):
+            raise DataError(
+                f"{path}: numbered sources of this file were added or removed; "
+                "create a new dataset to read its present contents"
+            )
+
+    def _own_index(self, path: Path, file_index: FileIndex) -> FileIndex:
+        """Return the index of this rank's copy of a file that another rank indexed."""
+        if path not in self._own_indexes:
+            names = [index.name for index in file_index.datasets]
+            index = index_file(path, names, file_index.allow_short_external)
+            self._own_indexes[path] = index
+        return self._own_indexes[path]
 
     def _watch(self, path: Path, file_index: FileIndex) -> bool:
         """Watch a file from now on; return False while this process writes to it."""
@@ -355,26 +377,36 @@ class OpenFiles:
             paths = (path, *(state.path for state in file_index.others))
             if is_being_written(paths):
                 return False
-            self._close_hdf5(path)  # it shares what was written
+            # What it shares was written: the state of now counts, not that of the index
+            self._close_hdf5(path)
+            for source in file_index.others:
+                watched = self._watching(state_of(source.path))
+                self._watched_sources[source.path] = watched
         self.raw(path, file_index)
         return True
 
     def _watched_source(self, source: FileState) -> WatchedFile:
         """Return a linked file or VDS source, which is watched from now on."""
-        if (watched := self._watched.get(source.path)) is None:
+        if (watched := self._watched_sources.get(source.path)) is None:
 
             def look() -> FileState:
                 if source.node != os.uname().nodename:  # no older state after opening
                     os.close(open_regular(source.path))
-                return dataclasses.replace(state_of(source.path), head=source.head)
+                return state_of(source.path)
 
             try:
                 state = _see(source, source.path, look)
             except FileNotFoundError as error:
                 raise DataError(f"{source.path}: was removed") from error
-            watched = WatchedFile(state, is_local(state.device))
-            self._watched[source.path] = watched
+            watched = self._watching(state)
+            self._watched_sources[source.path] = watched
         return watched
+
+    def _watching(self, state: FileState) -> WatchedFile:
+        # The list of all mounts is read once for each device
+        if (device := state.device) not in self._is_local:
+            self._is_local[device] = is_local(device)
+        return WatchedFile(state, self._is_local[device])
 
     def by_h5py(
         self,

@@ -192,6 +192,7 @@ class FileIndex:
       other_rows: the first row of each of those, and the one after its last.
       patterns: of the names of numbered VDS sources (%b).
       numbered: those that exist, which are among `others`.
+      allow_short_external: see `index_file`.
     """
 
     state: FileState
@@ -204,6 +205,7 @@ class FileIndex:
     )
     patterns: tuple[str, ...] = ()
     numbered: tuple[str, ...] = ()
+    allow_short_external: bool = False
 
     @property
     def path(self) -> Path:
@@ -272,6 +274,7 @@ def _index_file(
         np.array(list(others.rows.values()), np.int64).reshape(-1, 2),
         tuple(others.patterns),
         tuple(others.numbered),
+        allow_short_external,
     )
 
 

@@ -297,7 +297,7 @@ class Hdf5Rows:
                 return self._by_h5py(
                     file, field, rows, lambda d: read_by_h5py(d, index, rows)
                 )
-            raw = self._raw_file(file)
+            raw = self._open_files.raw(self._paths[file], self.file_map().files[file])
             if not (self._keeps_short and _is_short(index)):
                 return read_bytes(index, raw, rows, buffers, parallel)
             with self._lock:
@@ -319,7 +319,8 @@ class Hdf5Rows:
         with self._explain(file, field, rows):
             if index.method is ReadMethod.H5PY_CHUNKS:
                 return by_h5py((slice(rows.start, rows.stop),))
-            return read_chunks(index, self._raw_file(file), by_h5py, block)
+            raw = self._open_files.raw(self._paths[file], self.file_map().files[file])
+            return read_chunks(index, raw, by_h5py, block)
 
     @contextlib.contextmanager
     def _explain(self, file: int, field: int, rows: Any) -> Iterator[None]:
@@ -340,9 +341,6 @@ class Hdf5Rows:
             f"{path}: {where} of dataset {self._names[field]!r} cannot be read"
             f"{self._on_rank}: {str(error).removeprefix(f'{path}: ')}"
         )
-
-    def _raw_file(self, file: int) -> RawFile:
-        return self._open_files.raw(self._paths[file], self.file_map().files[file])
 
     def _by_h5py(
         self, file: int, field: int, rows: Any, read: Callable[[h5py.Dataset], Any]

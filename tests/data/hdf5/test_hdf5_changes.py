@@ -438,6 +438,28 @@ def test_one_of_many_sources_that_changes_within_an_epoch(
         list(iterator)
 
 
+@pytest.mark.parametrize("change", ["rewritten", "removed"])
+def test_sources_of_a_copy(strategy, comm, tmp_path, change):
+    """Each rank has a copy of all files; the last one's changes, or lacks a source."""
+    data, path = np.arange(40), tmp_path / "a.h5"
+    write_rows(path, data, "sources", tmp_path)
+    paths, source = [path, tmp_path / "19.h5"], tmp_path / "18.h5"
+    divided = divide(strategy, Dataset.from_hdf5(paths, "x"), 42)
+    if change == "rewritten":
+        for batch in divided:
+            require_same(
+                local(strategy, batch),
+                slice_of(np.append(data, data[38:]), strategy, 0, 42),
+            )
+    if comm.rank == comm.size - 1:
+        source.unlink()
+        if change == "rewritten":
+            write_rows(source, data[:2], "contiguous", tmp_path)
+    error = failure_of(strategy, comm, lambda: list(divided))
+    require_names(error, tmp_path if comm.rank == comm.size - 1 else "a.h5", "x")
+    assert "18.h5" in str(error)
+
+
 @pytest.mark.parametrize("kept", ["file", "dataset"])
 @pytest.mark.parametrize("storage", ["lzf", "compact", "gzip", "sources"])
 def test_a_file_that_this_process_has_open_otherwise(tmp_path, storage, kept):
