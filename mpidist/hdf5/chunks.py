@@ -36,10 +36,8 @@ _SUM_WEIGHTS = np.stack([np.ones(_SUM_WORDS), np.arange(_SUM_WORDS, 0.0, -1)], a
 def can_decode(filters: Sequence[Filter]) -> bool:
     """Return whether `decode` supports these filters."""
     codes = [code for code, _ in filters]
-    # HDF5 refuses other parameters
-    is_sound = all(len(p) == 1 and p[0] for code, p in filters if code == _SHUFFLE)
     # After a second deflate, the size of the first result is unknown
-    return is_sound and _KNOWN.keys() >= set(codes) and codes.count(_DEFLATE) <= 1
+    return _KNOWN.keys() >= set(codes) and codes.count(_DEFLATE) <= 1
 
 
 def filter_name(code: int) -> str:
@@ -224,11 +222,18 @@ class ChunkTable(NamedTuple):
 
 
 def filters_of(dataset: h5py.Dataset) -> tuple[Filter, ...] | None:
-    """Return the filters; None if `decode` does not support them."""
+    """Return the filters; None if `decode` does not support them.
+
+    Raises:
+      ValueError: one is damaged.
+    """
     properties = dataset.id.get_create_plist()
     filters = []
     for i in range(properties.get_nfilters()):
         code, _, parameters, _ = properties.get_filter(i)
+        # HDF5 refuses it too, but after inflating
+        if code == _SHUFFLE and (len(parameters) != 1 or not parameters[0]):
+            raise ValueError(f"its shuffle filter has the parameters {parameters}")
         filters.append((code, tuple(parameters)))
     return tuple(filters) if can_decode(filters) else None
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
-import functools
 import glob
 import itertools
 import operator
@@ -43,6 +42,7 @@ ALL_ROWS = 0, sys.maxsize
 _DRIVER = "mpidist"
 h5py.register_driver(_DRIVER, lambda plist, **_: plist.set_fapl_log(b"", 0, 0))
 _TRIALS = 5  # to open a file between two changes
+_MANY = 1024
 Inode = tuple[int, int]
 Identity = tuple[int, int, int, int]
 
@@ -110,25 +110,22 @@ def _open_shared(path: Path) -> h5py.File:
 
 def _close_outdated(now: Identity) -> None:
     """Close our files that saw an inode in another state: their datasets must fail."""
-    before, files = _open_files.get(now[:2], (now, []))
+    before, refs = _open_files.get(now[:2], (now, []))
     if before != now:
-        for file in [ref() for ref in files]:
-            if file:
+        del _open_files[now[:2]]
+        for ref in refs:
+            if file := ref():
                 file.close()
-        _open_files.pop(now[:2], None)
 
 
 def _register(file: h5py.File, state: Identity) -> None:
-    _, files = _open_files.setdefault(state[:2], (state, []))
-    files.append(weakref.ref(file, functools.partial(_forget, state[:2])))
-
-
-def _forget(inode: Inode, ref: weakref.ref[h5py.File]) -> None:
-    _, files = _open_files.get(inode, (None, []))
-    with contextlib.suppress(ValueError):
-        files.remove(ref)
-        if not files:
-            del _open_files[inode]
+    _, refs = _open_files.setdefault(state[:2], (state, []))
+    refs[:] = [*filter(lambda ref: ref(), refs), weakref.ref(file)]
+    # Now and then, forget the inodes of files that were closed
+    if (count := len(_open_files)) >= _MANY and not count & (count - 1):
+        for inode, (_, refs) in list(_open_files.items()):
+            if not any(ref() for ref in refs):
+                del _open_files[inode]
 
 
 def is_being_written(paths: Iterable[str | os.PathLike[str]]) -> bool:
