@@ -317,6 +317,10 @@ class IterMap(IterTransformation):
         self._fn = fn
         self._threads = threads
 
+    @property
+    def members(self) -> tuple[Any, ...]:
+        return ()
+
     def describe(self) -> str:
         return f"{self._parent.describe()}.map"
 

@@ -515,6 +515,7 @@ class IterConcatenate(IterDataset):
             spec = self._spec_of(element)
             yield element
         yield from first
+        require_like_members(self._first.members, self._second.members)
         for element in itertools.islice(second, 1):
             if spec is not None:
                 require_like(spec, self._spec_of(element))

@@ -72,8 +72,8 @@ def require_like_members(first: Any, second: Any) -> None:
             require_like_members(one, other)
     elif first and second and first != second:
         raise ArgumentTypeError(
-            "concatenate needs datasets whose enums have the same members, not "
-            f"{first} and {second}"
+            "the enums of concatenated or interleaved datasets need the same members, "
+            f"not {first} and {second}"
         )
 
 

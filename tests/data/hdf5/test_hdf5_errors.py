@@ -188,7 +188,9 @@ def test_a_copy_of_a_file_that_cannot_be_used(strategy, comm, tmp_path, damage):
 LABELS = [{"cat": 0, "dog": 1}, {"dog": 0, "cat": 1}]
 
 
-@pytest.mark.parametrize("kind", ["files", "fields", "concatenated", "ranks"])
+@pytest.mark.parametrize(
+    "kind", ["files", "fields", "concatenated", "filtered", "interleaved", "ranks"]
+)
 @pytest.mark.parametrize("members", [LABELS, LABELS[::-1], LABELS[:1] * 2])
 def test_enums_with_other_members(strategy, comm, mpi_tmp_path, kind, members):
     """NumPy's `==` of dtypes ignores them."""
@@ -208,8 +210,16 @@ def test_enums_with_other_members(strategy, comm, mpi_tmp_path, kind, members):
                 return Dataset.from_hdf5(path, "x").shuffle(seed=1).batch(2)
 
             return list(strategy.distribute_datasets_from_function(own))
-        if kind == "concatenated":
-            first, second = (Dataset.from_hdf5(path, "x").batch(2) for path in paths)
+        if kind == "interleaved":
+            several = Dataset.range(2).interleave(
+                lambda i: Dataset.from_hdf5(paths[i], "x")
+            )
+            return list(strategy.experimental_distribute_dataset(several.batch(2)))
+        if kind in ("concatenated", "filtered"):
+            both = [Dataset.from_hdf5(path, "x").shuffle(seed=1) for path in paths]
+            if kind == "filtered":
+                both = [dataset.filter(lambda x: True) for dataset in both]
+            first, second = (dataset.batch(2) for dataset in both)
             return list(
                 strategy.experimental_distribute_dataset(first.concatenate(second))
             )
