@@ -64,6 +64,10 @@ class Map(MapTransformation):
     def _call(self, element: Any) -> Any:
         return call_mapped(self._fn, element)
 
+    @property
+    def members(self) -> tuple[Any, ...]:
+        return ()  # the function makes other elements
+
     def chunk_layout(self) -> ChunkLayout | None:
         return self._parent.chunk_layout()
 
@@ -312,6 +316,10 @@ class IterMap(IterTransformation):
         super().__init__(parent)
         self._fn = fn
         self._threads = threads
+
+    @property
+    def members(self) -> tuple[Any, ...]:
+        return ()
 
     def describe(self) -> str:
         return f"{self._parent.describe()}.map"

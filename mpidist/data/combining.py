@@ -17,6 +17,7 @@ from mpidist.data.iter_dataset import (
 )
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.sources import Positions
+from mpidist.data.spec import require_like_members
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.hdf5.chunks import ChunkLayout
 from mpidist.util import nest, validation
@@ -299,6 +300,11 @@ class Interleave(IterTransformation):
         self._is_threaded = is_threaded
         self._workers = workers
         self._first: IterDataset | None = None
+        self._members: tuple[Any, ...] = ()  # of a dataset before
+
+    @property
+    def members(self) -> tuple[Any, ...]:
+        return self._members
 
     @property
     def batch_size(self) -> int | None:
@@ -351,6 +357,8 @@ class Interleave(IterTransformation):
     def _start(self, epoch: Epoch, number: int, element: Any) -> Iterator[Any]:
         """Return the elements of the dataset made of one element."""
         dataset = self._make(element)
+        require_like_members(self._members, dataset.members)
+        self._members = dataset.members
         elements = dataset.iterate(epoch_of_component(epoch, number + 1))
         return (
             read_ahead(elements, self._block_length) if self._is_threaded else elements

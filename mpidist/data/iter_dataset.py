@@ -47,6 +47,11 @@ class IterDataset(abc.ABC):
         return ()
 
     @property
+    def members(self) -> tuple[Any, ...]:
+        """The members of enums, as of a `MapDataset`; empty if unknown."""
+        return self.parents[0].members if len(self.parents) == 1 else ()
+
+    @property
     def needs_entropy(self) -> bool:
         """Whether the order depends on `Epoch.entropy`."""
         return any(parent.needs_entropy for parent in self.parents)

@@ -29,7 +29,7 @@ from mpidist.data.sources import (
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError
 from mpidist.hdf5.chunks import ChunkLayout
-from mpidist.util import nest
+from mpidist.util import nest, validation
 from mpidist.util.shares import BatchShare
 
 INFINITE_CARDINALITY = -1
@@ -163,6 +163,12 @@ class MapDataset(abc.ABC):
         """Return the nest of TensorSpec of the elements; may read a row."""
         return spec_of(self.example(Epoch()), self.is_batched)
 
+    @property
+    def members(self) -> tuple[Any, ...]:
+        """The members of enums of each leaf, or of parents; empty if unknown."""
+        members = tuple(parent.members for parent in self.parents)
+        return members[0] if len(members) == 1 else members
+
     def element(self, epoch: Epoch, i: int) -> Any:
         """Return element `i`."""
         return nest.map_leaves(lambda a: a[0], self.elements(epoch, np.array([i])))
@@ -247,6 +253,11 @@ class SourceMapDataset(MapDataset):
 
     def chunk_layout(self) -> ChunkLayout | None:
         return self._chunked.chunk_layout() if self._chunked else None
+
+    @property
+    def members(self) -> tuple[Any, ...]:
+        dtypes = getattr(self.source, "dtypes", ())
+        return tuple(dict(validation.members_of(dtype)) for dtype in dtypes)
 
     def reserve_cache(self, elements: int) -> None:
         if self._chunked:

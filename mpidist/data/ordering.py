@@ -23,7 +23,7 @@ from mpidist.data.iter_dataset import (
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.shuffling import ChunkShuffle
 from mpidist.data.sources import Positions
-from mpidist.data.spec import require_like, spec_of
+from mpidist.data.spec import require_like, require_like_members, spec_of
 from mpidist.errors import ArgumentError, DataError
 from mpidist.hdf5.chunks import ChunkLayout
 from mpidist.util import nest
@@ -276,6 +276,7 @@ class Concatenate(MapDataset):
         """Raise if the elements of both differ; called before anything else is read."""
         if not self._is_checked:
             require_like(self._first.element_spec(), self._second.element_spec())
+            require_like_members(self._first.members, self._second.members)
             self._is_checked = True
 
     @property
@@ -292,6 +293,10 @@ class Concatenate(MapDataset):
     @property
     def parents(self) -> tuple[MapDataset, ...]:
         return self._first, self._second
+
+    @property
+    def members(self) -> tuple[Any, ...]:
+        return self._first.members
 
     def unbatched(self) -> MapDataset | None:
         first, second = self._first.unbatched(), self._second.unbatched()
@@ -510,6 +515,7 @@ class IterConcatenate(IterDataset):
             spec = self._spec_of(element)
             yield element
         yield from first
+        require_like_members(self._first.members, self._second.members)
         for element in itertools.islice(second, 1):
             if spec is not None:
                 require_like(spec, self._spec_of(element))

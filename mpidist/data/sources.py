@@ -141,6 +141,7 @@ class ArrayRows:
         self._name = name
         self._length = int(shapes[0][0])
         self.row_bytes = sum(a.itemsize * math.prod(a.shape[1:]) for a in self.leaves)
+        self.dtypes = [a.dtype for a in self.leaves]
         self.buffers = Buffers()
 
     def __len__(self) -> int:

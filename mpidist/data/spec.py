@@ -61,6 +61,22 @@ def batch_of(spec: Any) -> Any:
     return nest.map_leaves(lambda s: TensorSpec((None, *s.shape), s.dtype), spec)
 
 
+def require_like_members(first: Any, second: Any) -> None:
+    """Raise if enums of two datasets have other members, where both are known.
+
+    Raises:
+      ArgumentTypeError: has both.
+    """
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        for one, other in zip(first, second, strict=False):
+            require_like_members(one, other)
+    elif first and second and first != second:
+        raise ArgumentTypeError(
+            "the enums of concatenated or interleaved datasets need the same members, "
+            f"not {first} and {second}"
+        )
+
+
 def require_like(first: Any, second: Any) -> None:
     """Raise if elements of two specs cannot be concatenated.
 

@@ -27,6 +27,7 @@ _DEFLATE, _SHUFFLE, _FLETCHER32 = 1, 2, 3
 _KNOWN = {_DEFLATE: "gzip", _SHUFFLE: "shuffle", _FLETCHER32: "fletcher32"}
 
 _CHECKSUM_BYTES = 4
+_PIECE_BYTES = 1 << 20
 _MODULUS = 65535
 _SUM_WORDS = 256  # weighted sums of this many words are exact in float64
 _SUM_WEIGHTS = np.stack([np.ones(_SUM_WORDS), np.arange(_SUM_WORDS, 0.0, -1)], axis=1)
@@ -67,7 +68,7 @@ def decode(
         if code == _DEFLATE:
             data = _inflate(data, size)
         elif code == _SHUFFLE:
-            data = _unshuffle(data, *parameters[:1])
+            data = _unshuffle(data, *parameters)
         else:
             data = _without_checksum(data)
     if data.size != size_bytes:
@@ -79,20 +80,29 @@ def _inflate(data: Bytes, size: int) -> Bytes:
     try:
         return np.frombuffer(deflate.zlib_decompress(data, size), np.uint8)
     except deflate.DeflateError:
-        return _inflate_any(data)[:size]
+        return np.frombuffer(_inflate_longer(data, size), np.uint8)
 
 
-def _inflate_any(data: Bytes) -> Bytes:
-    """Inflate data that may be longer than a chunk."""
+def _inflate_longer(data: Bytes, size: int) -> bytes:
+    """Return the first `size` bytes of inflated data, which may be longer.
+
+    The rest is inflated in pieces, for the checksum at its end, and not kept.
+    """
+    stream = zlib.decompressobj()
     try:
-        return np.frombuffer(zlib.decompress(data.data), np.uint8)
+        first = stream.decompress(data.data, max(1, size))
+        while not stream.eof:
+            more = stream.decompress(stream.unconsumed_tail, _PIECE_BYTES)
+            if not more and not stream.eof:
+                raise zlib.error("incomplete or truncated stream")
     except zlib.error as error:
         raise ValueError(
             f"a chunk of {data.size} bytes cannot be inflated: {error}"
         ) from error
+    return first[:size]
 
 
-def _unshuffle(data: Bytes, item: int = 1) -> Bytes:
+def _unshuffle(data: Bytes, item: int) -> Bytes:
     """Undo the shuffle of values of `item` bytes: all first bytes, all second..."""
     count = data.size // item
     if item == 1 or count <= 1:
@@ -212,11 +222,18 @@ class ChunkTable(NamedTuple):
 
 
 def filters_of(dataset: h5py.Dataset) -> tuple[Filter, ...] | None:
-    """Return the filters; None if `decode` does not support them."""
+    """Return the filters; None if `decode` does not support them.
+
+    Raises:
+      ValueError: one is damaged.
+    """
     properties = dataset.id.get_create_plist()
     filters = []
     for i in range(properties.get_nfilters()):
         code, _, parameters, _ = properties.get_filter(i)
+        # HDF5 refuses it too, but after inflating
+        if code == _SHUFFLE and (len(parameters) != 1 or not parameters[0]):
+            raise ValueError(f"its shuffle filter has the parameters {parameters}")
         filters.append((code, tuple(parameters)))
     return tuple(filters) if can_decode(filters) else None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import errno
 import glob
 import itertools
@@ -28,14 +29,20 @@ from mpidist.hdf5.index import (
     DatasetIndex,
     FileIndex,
     FileState,
+    index_file,
     kind_of,
     state_of,
 )
-from mpidist.hdf5.linked_files import open_hdf5
+from mpidist.hdf5.linked_files import (
+    closing,
+    find_numbered,
+    is_being_written,
+    open_hdf5,
+)
 from mpidist.util import validation
 from mpidist.util.buffers import Buffers
 from mpidist.util.files import open_regular
-from mpidist.util.mounts import is_local, lateness, wait_for_file
+from mpidist.util.mounts import is_local, lateness
 
 Bytes = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.int64]
@@ -58,62 +65,120 @@ _GAP_BYTES = 4 << 10
 _LONG_BYTES = 64 << 10
 
 
+@dataclasses.dataclass
+class WatchedFile:
+    """A file that must stay as this process has first seen it, at its path.
+
+    Args:
+      state: what it was like then.
+      is_local: whether only this node writes to its file system.
+      checked: when it was checked, in seconds.
+    """
+
+    state: FileState
+    is_local: bool
+    checked: float = dataclasses.field(default_factory=time.monotonic)
+
+    def check(self, is_due: bool = False) -> None:
+        """Raise a DataError if the file has changed.
+
+        On a network file system maybe a minute late, unless the check `is_due`.
+        """
+        if not (self.is_local or is_due):
+            now = time.monotonic()
+            if now < self.checked + _CHECK_SECONDS:
+                return
+            self.checked = now
+        before = self.state
+        try:
+            status = os.stat(before.path)
+        except FileNotFoundError as error:
+            raise DataError(
+                f"{before.path}: was removed or replaced; a file must not change while "
+                "it is read"
+            ) from error
+        # The usual case, without a function
+        if (
+            status.st_mtime_ns != before.mtime_ns
+            or status.st_ino != before.inode
+            or status.st_size != before.size_bytes
+            or status.st_dev != before.device
+        ):
+            self._require_same()
+
+    def _require_same(self) -> None:
+        # A file system that was mounted again has another number
+        now = dataclasses.replace(state_of(self.state.path), head=self.state.head)
+        if changes := self.state.changes_to(now, not self.is_local):
+            raise DataError(
+                f"{self.state.path}: was changed: {', '.join(changes)}; a file must "
+                "not change while it is read; create a new dataset to read its present "
+                "contents"
+            )
+
+
+def _see(expected: FileState, path: Path, look: Callable[[], FileState]) -> FileState:
+    """Return the state of a file, which must be as it was when it was indexed.
+
+    If another node has read the index, this node may see an older state for a while, or
+    no file: network file systems cache metadata.
+
+    Raises:
+      DataError: its state differs.
+      OSError: raised by `look`.
+    """
+    end = None
+    while True:
+        try:
+            state = look()
+            here = expected.node, expected.device
+            is_shared = (state.node, state.device) != here and not is_local(
+                state.device
+            )
+            if not (changes := expected.changes_to(state, is_shared)):
+                return state
+            error: Exception = DataError(
+                f"{path}: differs from the indexed file: {', '.join(changes)}"
+                "; a file must not change while it is read, and must be the same on "
+                "all nodes; create a new dataset to read its present contents"
+            )
+        except FileNotFoundError as missing:
+            error = missing
+        if end is None:
+            end = time.monotonic() + _lateness(expected)
+        if time.monotonic() >= end:
+            raise error
+        time.sleep(_LATE_PAUSE_SECONDS)
+
+
 class RawFile:
     """An open file, which is closed with the last reference to it.
 
+    It does not notice changes: see `OpenFiles.check`.
+
     Args:
       path: of the file.
-      expected: state that the file must have.
+      expected: state that the file must have; None for any.
 
     Raises:
       DataError: its state differs.
       OSError: it cannot be opened, or is not a regular file.
     """
 
-    def __init__(self, path: Path, expected: FileState):
+    def __init__(self, path: Path, expected: FileState | None):
         self._path = path
-        self._open(expected)
+        with contextlib.ExitStack() as opened:
+
+            def look() -> FileState:
+                opened.close()
+                self._descriptor = open_regular(path)
+                opened.callback(os.close, self._descriptor)
+                return state_of(path, self._descriptor)
+
+            self.state = look() if expected is None else _see(expected, path, look)
+            opened.pop_all()
         weakref.finalize(self, os.close, self._descriptor)
         self._size_bytes = self.state.size_bytes
-        self._identity = _identity(os.fstat(self._descriptor))
-        self._checked = time.monotonic()
-
-    def _open(self, expected: FileState) -> None:
-        """Open the file, as it was when its index was read.
-
-        If another node has read the index, this node may see an older state for a
-        while, or no file: network file systems cache metadata.
-        """
-        end = None
-        while True:
-            try:
-                with contextlib.ExitStack() as closing:
-                    self._descriptor = open_regular(self._path)
-                    closing.callback(os.close, self._descriptor)
-                    error: Exception | None = self._find_change(expected)
-                    if error is None:
-                        closing.pop_all()
-                        return
-            except FileNotFoundError as missing:
-                error = missing
-            if end is None:
-                end = time.monotonic() + _lateness(expected)
-            if time.monotonic() >= end:
-                raise error
-            time.sleep(_LATE_PAUSE_SECONDS)
-
-    def _find_change(self, expected: FileState) -> DataError | None:
-        """Return an error message if the open file differs from the expected one."""
-        self.state = state_of(self._path, self._descriptor)
-        self._is_local = is_local(self.state.device)
-        changes = expected.changes_to(self.state, not self._is_local)
-        if not changes:
-            return None
-        return DataError(
-            f"{self._path}: differs from the indexed file: {', '.join(changes)}"
-            "; a file must not change while it is read, and must be the same on all "
-            "nodes; create a new dataset to read its present contents"
-        )
 
     def gather(
         self, offsets: Offsets, size_bytes: int, buffers: Buffers, parallel: Map = map
@@ -127,7 +192,7 @@ class RawFile:
           parallel: `map`, or a parallel version of it.
 
         Raises:
-          DataError: they are not within the file, or it was changed.
+          DataError: they are not within the file.
           OSError: they cannot be read.
         """
         if offsets.size:
@@ -137,20 +202,18 @@ class RawFile:
         ordered = offsets[order]
         pieces = pieces_of(offsets.size, size_bytes)
         list(parallel(lambda p: self._fill(rows, order[p], ordered[p]), pieces))
-        self.check()
         return rows
 
     def read(self, offset: int, size_bytes: int) -> bytearray:
         """Return the bytes at `offset`.
 
         Raises:
-          DataError: they are not within the file, or it was changed.
+          DataError: they are not within the file.
           OSError: they cannot be read.
         """
         self._require_inside(offset, size_bytes)
         data = bytearray(size_bytes)
         self._read_into(memoryview(data), offset)
-        self.check()
         return data
 
     def _require_inside(self, offset: int, size_bytes: int) -> None:
@@ -159,28 +222,6 @@ class RawFile:
                 f"{self._path}: has {self._size_bytes} bytes, but its data should be "
                 f"at {offset}..{offset + size_bytes - 1}"
             )
-
-    def check(self) -> None:
-        """Raise a DataError if the file has changed; maybe a minute late."""
-        now = time.monotonic()
-        if self._is_local or now >= self._checked + _CHECK_SECONDS:
-            self._checked = now
-            self.require_unchanged()
-
-    def require_unchanged(self) -> None:
-        """Raise a DataError if the file has changed since it was opened."""
-        status = os.fstat(self._descriptor)
-        if _identity(status) != self._identity:
-            raise DataError(f"{self._path}: {self._change(status)}")
-
-    def _change(self, status: os.stat_result) -> str:
-        advice = "a file must not change while it is read"
-        if status.st_nlink == 0:
-            return f"was removed or replaced; {advice}"
-        return (
-            f"was changed: it has {status.st_size} bytes; when it was opened it had "
-            f"{self._size_bytes} and a different modification time; {advice}"
-        )
 
     def _fill(self, rows: Bytes, positions: Offsets, starts: Offsets) -> None:
         """Fill the rows at `positions` with the bytes at `starts`, which ascend."""
@@ -202,7 +243,6 @@ class RawFile:
         """Fill a buffer with the bytes from `offset` on."""
         while (count := os.preadv(self._descriptor, [buffer], offset)) < len(buffer):
             if not count:
-                self.require_unchanged()
                 raise self._truncated(offset)
             buffer, offset = buffer[count:], offset + count  # the call was interrupted
 
@@ -211,17 +251,6 @@ class RawFile:
             f"{self._path}: was truncated: it ends after {end} bytes, but had "
             f"{self._size_bytes} when its index was read"
         )
-
-
-def _identity(status: os.stat_result) -> tuple[int, ...]:
-    # The link count is 0 once the file was removed or replaced
-    return status.st_size, status.st_mtime_ns, min(status.st_nlink, 1)
-
-
-def _wait_until_seen(state: FileState) -> None:
-    """Wait a while for a file that another node has seen and this one does not."""
-    if state.node != os.uname().nodename:
-        wait_for_file(state.path, _LATE_SECONDS)
 
 
 def _lateness(state: FileState) -> float:
@@ -276,7 +305,7 @@ def _spans_of(
 
 
 _OPEN_FILES = 128
-_FEW_FILES = 16  # up to so many are checked at each read
+_FEW_FILES = 16  # up to so many sources are checked at each read
 
 
 class OpenFiles:
@@ -285,27 +314,106 @@ class OpenFiles:
     def __init__(self) -> None:
         self._raw: collections.OrderedDict[Path, Any] = collections.OrderedDict()
         self._hdf5: collections.OrderedDict[Path, Any] = collections.OrderedDict()
-        # States when this process first opened them, kept when files are closed
-        self._states: dict[Path, FileState] = {}
-        self._other_states: dict[Path, FileState] = {}
-        # Files whose many sources were checked since `check_others`
-        self._checked: set[Path] = set()
+        # Files and sources as this process has first seen them, kept for ever
+        self._watched: dict[Path, WatchedFile] = {}
+        self._watched_sources: dict[Path, WatchedFile] = {}
+        self._own_indexes: dict[Path, FileIndex] = {}
+        self._is_local: dict[int, bool] = {}  # by device
         self._lock = threading.RLock()
 
     def raw(self, path: Path, file_index: FileIndex) -> RawFile:
         """Return a file as bytes; it must be unchanged since it was indexed."""
         # Once this process has opened the file, what it saw then counts: another rank
         # may have indexed a copy of it.
-        expected = self._states.get(path, file_index.state)
+        watched = self._watched.get(path)
+        expected: FileState | None = watched.state if watched else file_index.state
+        if watched is None and file_index.is_being_written:
+            expected = None
         file: RawFile = self._opened(self._raw, path, lambda: RawFile(path, expected))
-        self._states.setdefault(path, file.state)
+        if watched is None:
+            self._watched.setdefault(path, self._watching(file.state))
         return file
+
+    def check(
+        self, path: Path, file_index: FileIndex, rows: Any = (), is_due: bool = False
+    ) -> None:
+        """Raise a DataError if a file has changed, or a source of the given rows.
+
+        This alone decides whether rows may be returned, be they read or kept in memory.
+        It follows every read; what was read before a change is not used after it.
+
+        Args:
+          path: of the file.
+          file_index: of the file.
+          rows: their numbers in the file.
+          is_due: whether to ask a network file system, too.
+        """
+        if path not in self._watched and not self._watch(path, file_index):
+            return
+        self._watched[path].check(is_due)
+        if not file_index.others:
+            return
+        if path != file_index.path:  # a rank with its own copy has its own sources
+            file_index = self._own_index(path, file_index)
+        for source in _sources_of(file_index, rows):
+            self._watched_source(source).check(is_due)
+        if list(file_index.numbered) != find_numbered(file_index.patterns):
+            raise DataError(
+                f"{path}: numbered sources of this file were added or removed; "
+                "create a new dataset to read its present contents"
+            )
+
+    def _own_index(self, path: Path, file_index: FileIndex) -> FileIndex:
+        """Return the index of this rank's copy of a file that another rank indexed."""
+        if path not in self._own_indexes:
+            names = [index.name for index in file_index.datasets]
+            index = index_file(path, names, file_index.allow_short_external)
+            self._own_indexes[path] = index
+        return self._own_indexes[path]
+
+    def _watch(self, path: Path, file_index: FileIndex) -> bool:
+        """Watch a file from now on; return False while this process writes to it."""
+        if file_index.is_being_written:
+            paths = (path, *(state.path for state in file_index.others))
+            if is_being_written(paths):
+                return False
+            # What it shares was written: the state of now counts, not that of the index
+            self._close_hdf5(path)
+            for source in file_index.others:
+                watched = self._watching(state_of(source.path))
+                self._watched_sources[source.path] = watched
+        self.raw(path, file_index)
+        return True
+
+    def _watched_source(self, source: FileState) -> WatchedFile:
+        """Return a linked file or VDS source, which is watched from now on."""
+        if (watched := self._watched_sources.get(source.path)) is None:
+
+            def look() -> FileState:
+                if source.node != os.uname().nodename:  # no older state after opening
+                    os.close(open_regular(source.path))
+                return state_of(source.path)
+
+            try:
+                state = _see(source, source.path, look)
+            except FileNotFoundError as error:
+                raise DataError(f"{source.path}: was removed") from error
+            watched = self._watching(state)
+            self._watched_sources[source.path] = watched
+        return watched
+
+    def _watching(self, state: FileState) -> WatchedFile:
+        # The list of all mounts is read once for each device
+        if (device := state.device) not in self._is_local:
+            self._is_local[device] = is_local(device)
+        return WatchedFile(state, self._is_local[device])
 
     def by_h5py(
         self,
         path: Path,
         file_index: FileIndex,
         index: DatasetIndex,
+        rows: Any,
         read: Callable[[h5py.Dataset], Any],
     ) -> Any:
         """Return `read(dataset)`; the dataset must be unchanged since it was indexed.
@@ -313,55 +421,39 @@ class OpenFiles:
         One thread at a time: h5py serialises calls anyway, and is not safe everywhere.
         """
         with self._lock:
-            if path not in self._hdf5 and path == file_index.path:
-                # HDF5 returns zeros for sources that it does not see
-                for state in (file_index.state, *file_index.others):
-                    _wait_until_seen(state)
-            result = self._by_h5py(path, index, read)
-            if not file_index.is_being_written:
-                # HDF5 returns zeros for bytes beyond the end of a truncated file
-                self.raw(path, file_index).require_unchanged()
-                self._require_others_unchanged(path, file_index)
+            # HDF5 returns zeros for sources that it does not see, and for bytes beyond
+            # the end of a truncated file.
+            self.check(path, file_index, rows)
+            try:
+                result = self._by_h5py(path, index, read)
+            except BaseException:
+                self._close_hdf5(path)
+                raise
+            self.check(path, file_index, rows, is_due=True)
             return result
-
-    def check_others(self) -> None:
-        """Check the sources of files with many of them again at the next read."""
-        # Many sources are checked once per epoch instead of at each read.
-        with self._lock:
-            self._checked.clear()
-
-    def _require_others_unchanged(self, path: Path, file_index: FileIndex) -> None:
-        """Raise a DataError if a linked file or VDS source has changed."""
-        # A rank that has its own path of the file may have its own sources, too
-        if path != file_index.path or path in self._checked:
-            return
-        for before in file_index.others:
-            expected = self._other_states.setdefault(before.path, before)
-            if changes := expected.changes_to(state_of(before.path), is_shared=False):
-                raise DataError(
-                    f"{before.path}, a source of this file, was changed: "
-                    f"{', '.join(changes)}; a file must not change while it is read; "
-                    "create a new dataset to read its present contents"
-                )
-        if len(file_index.others) > _FEW_FILES:
-            self._checked.add(path)
 
     def _by_h5py(
         self, path: Path, index: DatasetIndex, read: Callable[[h5py.Dataset], Any]
     ) -> Any:
-        file = self._opened(self._hdf5, path, lambda: open_hdf5(path))
-        dataset = file[index.name]
-        # None where it is no dataset any more: the file was replaced.
-        kind = kind_of(dataset) if isinstance(dataset, h5py.Dataset) else None
-        if index.dtype.kind == "c" and kind == (index.shape, _swapped(index)):
-            # HDF5 sorts the members of a compound type at its first conversion
-            return read(dataset.astype(index.dtype))
-        if kind != (index.shape, index.dtype):
-            raise DataError(
-                f"it was {(index.shape, index.dtype)} and is now {kind}; a file "
-                "must not change while it is read"
-            )
-        return read(dataset)
+        is_shared = path not in self._watched
+        file = self._opened(self._hdf5, path, lambda: open_hdf5(path, is_shared))
+        with closing(file[index.name]) as dataset:
+            # None where it is no dataset any more: the file was replaced.
+            kind = kind_of(dataset) if isinstance(dataset, h5py.Dataset) else None
+            if index.dtype.kind == "c" and kind == (index.shape, _swapped(index)):
+                # HDF5 sorts the members of a compound type at its first conversion
+                return read(dataset.astype(index.dtype))
+            if kind != (index.shape, index.dtype):
+                raise DataError(
+                    f"it was {(index.shape, index.dtype)} and is now {kind}; a file "
+                    "must not change while it is read"
+                )
+            return read(dataset)
+
+    def _close_hdf5(self, path: Path) -> None:
+        with self._lock:
+            if file := self._hdf5.pop(path, None):
+                file.close()
 
     def close(self) -> None:
         """Close all files; a read of bytes in another thread still completes."""
@@ -378,7 +470,7 @@ class OpenFiles:
         open_file: Callable[[], Any],
     ) -> Any:
         with self._lock:
-            if path not in files:
+            if not files.get(path):  # or another dataset has closed it as outdated
                 try:
                     files[path] = open_file()
                 except OSError as error:
@@ -391,6 +483,16 @@ class OpenFiles:
             if len(files) > _OPEN_FILES:
                 files.popitem(last=False)
             return files[path]
+
+
+def _sources_of(file_index: FileIndex, rows: Any) -> Iterable[FileState]:
+    """Return the other files that hold some of the rows."""
+    others = file_index.others
+    if len(others) <= _FEW_FILES:  # as fast as finding out which
+        return others
+    ordered = np.sort(rows)
+    edges = np.searchsorted(ordered, file_index.other_rows)
+    return [others[i] for i in np.flatnonzero(edges[:, 0] < edges[:, 1]).tolist()]
 
 
 def _swapped(index: DatasetIndex) -> np.dtype[Any]:

@@ -15,7 +15,7 @@ import functools
 import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,11 @@ from mpidist.hdf5 import chunks as hdf5_chunks
 from mpidist.hdf5.chunks import Filter
 from mpidist.hdf5.linked_files import (
     OutputPart,
+    Sources,
     check_sources,
+    closing,
     find_linked,
+    is_being_written,
     open_hdf5,
     read_part,
 )
@@ -186,8 +189,12 @@ class FileIndex:
       state: of the file when it was indexed.
       rows: number of rows of each dataset.
       datasets: one index per requested dataset.
-      is_being_written: whether this process has the file open for writing.
+      is_being_written: whether the indexing process writes to it, or to its sources.
       others: states of other files that store rows (external links, VDS sources).
+      other_rows: the first row of each of those, and the one after its last.
+      patterns: of the names of numbered VDS sources (%b).
+      numbered: those that exist, which are among `others`.
+      allow_short_external: see `index_file`.
       part: which file of an output of `Hdf5Writer` it is, if it is one.
     """
 
@@ -196,6 +203,12 @@ class FileIndex:
     datasets: tuple[DatasetIndex, ...]
     is_being_written: bool = False
     others: tuple[FileState, ...] = ()
+    other_rows: Offsets = dataclasses.field(
+        default_factory=lambda: np.empty((0, 2), np.int64)
+    )
+    patterns: tuple[str, ...] = ()
+    numbered: tuple[str, ...] = ()
+    allow_short_external: bool = False
     part: OutputPart | None = None
 
     @property
@@ -217,33 +230,58 @@ def index_file(
     Raises:
       DataError: the file or a dataset cannot be read, or the numbers of rows differ.
     """
-    with _explain(path, "cannot be opened as HDF5"), contextlib.ExitStack() as opened:
+    with _explain(path, "cannot be opened as HDF5"):
+        is_shared = is_being_written([path])
+        index = _index_file(path, names, allow_short_external, is_shared)
+        if not is_shared and is_being_written(state.path for state in index.others):
+            index = _index_file(path, names, allow_short_external, is_shared=True)
+    lengths = [index.shape[0] for index in index.datasets]
+    if len(set(lengths)) > 1:
+        pairs = ", ".join(f"{c.name!r} has {c.shape[0]}" for c in index.datasets)
+        raise DataError(f"{path}: the datasets have unequal rows: {pairs}")
+    return index
+
+
+def _index_file(
+    path: Path, names: Sequence[str], allow_short_external: bool, is_shared: bool
+) -> FileIndex:
+    others = Sources({}, [], [])
+    with contextlib.ExitStack() as opened:
         # Opened without HDF5 first: HDF5 would block on a FIFO and print its own errors
         descriptor = open_regular(path)
         opened.callback(os.close, descriptor)
         state = state_of(path, descriptor)
-        file = opened.enter_context(open_hdf5(path))
+        file = opened.enter_context(open_hdf5(path, is_shared))
         part = read_part(file)
-        others: list[str] = []
         # All datasets before any index: an error names a missing dataset first.
-        datasets = [_dataset(path, file, name, others) for name in names]
+        datasets = [
+            opened.enter_context(closing(_dataset(path, file, name, others)))
+            for name in names
+        ]
         with _explain(path, f"the files of {', '.join(names)} cannot be read"):
             missing = check_sources(datasets, others, allow_short_external)
             # In the order in which they were found, each once.
-            states = tuple(state_of(Path(other)) for other in dict.fromkeys(others))
+            states = tuple(state_of(Path(other)) for other in others.rows)
         if missing:
             raise DataError(
                 f"{path}: sources of its rows are missing: {'; '.join(missing)}"
             )
         indexes = tuple(
-            map(functools.partial(_index_dataset, path, file), names, datasets)
+            _index_dataset(path, file, name, dataset, is_shared)
+            for name, dataset in zip(names, datasets, strict=True)
         )
-    lengths = [index.shape[0] for index in indexes]
-    if len(set(lengths)) > 1:
-        pairs = ", ".join(f"{c.name!r} has {c.shape[0]}" for c in indexes)
-        raise DataError(f"{path}: the datasets have unequal rows: {pairs}")
-    is_being_written = _is_being_written(path)
-    return FileIndex(state, lengths[0], indexes, is_being_written, states, part)
+    return FileIndex(
+        state,
+        indexes[0].shape[0],
+        indexes,
+        is_shared,
+        states,
+        np.array(list(others.rows.values()), np.int64).reshape(-1, 2),
+        tuple(others.patterns),
+        tuple(others.numbered),
+        allow_short_external,
+        part,
+    )
 
 
 @contextlib.contextmanager
@@ -316,10 +354,10 @@ def state_of(path: Path, descriptor: int | None = None) -> FileState:
     )
 
 
-def _dataset(path: Path, file: h5py.File, name: str, others: list[str]) -> h5py.Dataset:
-    """Return a dataset; append the files to which links on its path lead."""
+def _dataset(path: Path, file: h5py.File, name: str, others: Sources) -> h5py.Dataset:
+    """Return a dataset; add the files to which links on its path lead."""
     with _explain(path, f"dataset {name!r} cannot be opened"):
-        others += find_linked(file, name)
+        others.add(find_linked(file, name))
         dataset = file.get(name)
     if not isinstance(dataset, h5py.Dataset):
         raise DataError(
@@ -331,19 +369,20 @@ def _dataset(path: Path, file: h5py.File, name: str, others: list[str]) -> h5py.
 
 
 def _index_dataset(
-    path: Path, file: h5py.File, name: str, dataset: h5py.Dataset
+    path: Path, file: h5py.File, name: str, dataset: h5py.Dataset, is_shared: bool
 ) -> DatasetIndex:
     with _explain(path, f"dataset {name!r} cannot be read"):
-        return _index_readable(path, file, name, dataset)
+        return _index_readable(path, file, name, dataset, is_shared)
 
 
 def _index_readable(
-    path: Path, file: h5py.File, name: str, dataset: h5py.Dataset
+    path: Path, file: h5py.File, name: str, dataset: h5py.Dataset, is_shared: bool
 ) -> DatasetIndex:
     if dataset.ndim == 0 or dataset.shape is None:
         raise DataError(f"{path}: dataset {name!r} is a scalar, without rows")
     with _explain(path, f"dataset {name!r} has a type that NumPy lacks"):
         kind = kind_of(dataset)
+        _require_apart(kind[1])
     by_h5py = DatasetIndex(
         name,
         *kind,
@@ -351,7 +390,7 @@ def _index_readable(
         dataset.chunks is not None,
         dataset.chunks or dataset.shape,
     )
-    if _is_being_written(path):  # its chunks may change
+    if is_shared:  # its chunks may change
         why = "this process has the file open to write"
         return dataclasses.replace(by_h5py, method=ReadMethod.H5PY, why=why)
     index = _indexed(file, name, dataset)
@@ -394,15 +433,22 @@ def kind_of(dataset: h5py.Dataset) -> tuple[tuple[int, ...], np.dtype[Any]]:
     return shape, dtype
 
 
-def _is_being_written(path: Path) -> bool:
-    """Return whether this process has the file open for writing."""
-    for file in h5py.h5f.get_obj_ids(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE):
-        # Another thread may close it at any time
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            is_open_to_write = file.get_intent() != h5py.h5f.ACC_RDONLY
-            if is_open_to_write and os.path.samefile(file.name, path):
-                return True
-    return False
+def _require_apart(dtype: np.dtype[Any]) -> None:
+    """Raise if members of a compound overlap: h5py would write beyond its buffer.
+
+    They do where NumPy has no type of that size, as for bfloat16: h5py takes a longer
+    one, but leaves the members where they are.
+    """
+    if isinstance(item := h5py.check_vlen_dtype(dtype), np.dtype):
+        _require_apart(item)
+    end = 0
+    fields: Mapping[str, Any] = dtype.fields or {}
+    for name in sorted(dtype.names or (), key=lambda name: fields[name][1]):
+        item, start = fields[name][:2]
+        if start < end:
+            raise TypeError(f"member {name!r} overlaps the one before it in {dtype}")
+        end = start + item.itemsize
+        _require_apart(item.base)
 
 
 def _is_plain(dataset: h5py.Dataset) -> bool:

@@ -27,7 +27,7 @@ from mpidist.hdf5.chunks import ChunkLayout, decode
 from mpidist.hdf5.files import Map, OpenFiles, RawFile, pieces_of
 from mpidist.hdf5.index import DatasetIndex, FileIndex, ReadMethod, index_file
 from mpidist.hdf5.linked_files import Parts, require_complete, require_distinct
-from mpidist.util import nest
+from mpidist.util import nest, validation
 from mpidist.util.available_memory import available_cores
 from mpidist.util.buffers import Buffers
 from mpidist.util.threads import share_calls
@@ -192,6 +192,11 @@ class Hdf5Rows:
         """Return how the rows are grouped in chunks."""
         return self.file_map().chunk_layout
 
+    @property
+    def dtypes(self) -> list[np.dtype[Any]]:
+        """The dtype of each dataset, with the members of enums."""
+        return [index.dtype for index in self.file_map().files[0].datasets]
+
     def reserve_cache(self, rows: int) -> None:
         """Size the cache for random reads among so many rows."""
         self._blocks.capacity_bytes = self.file_map().cache_bytes_for(rows)
@@ -210,8 +215,7 @@ class Hdf5Rows:
         needed = list(file_map.blocks_in(parts))
         blocks = self._blocks.get(needed, self._load_block) if needed else {}
         if len(parts) == 1:
-            fields = range(len(self._names))
-            leaves = [self._read(parts[0], i, blocks, self.buffers) for i in fields]
+            leaves = self._read_part(parts[0], blocks, self.buffers)
         else:
             leaves = self._read_and_scatter(parts, rows.size, blocks)
         is_one = self._spec.is_leaf()
@@ -225,8 +229,9 @@ class Hdf5Rows:
         leaves = [self.buffers.empty((count, *c.row_shape), c.native) for c in indexes]
 
         def fill(part: FileRows) -> None:
-            for field, leaf in enumerate(leaves):
-                leaf[part.positions] = self._read(part, field, blocks, self._scratch)
+            found = self._read_part(part, blocks, self._scratch)
+            for leaf, rows in zip(leaves, found, strict=True):
+                leaf[part.positions] = rows
 
         # Threads help only with many bytes
         is_large = sum(leaf.nbytes for leaf in leaves) >= _LARGE_BYTES
@@ -237,8 +242,6 @@ class Hdf5Rows:
         """Count one more user; the files stay open until all have released them."""
         with self._lock:
             self._users += 1
-        # A new iteration checks again whether sources of virtual datasets have changed.
-        self._open_files.check_others()
 
     def release(self, keep_files: bool = False) -> None:
         """Count one user less; the last ends the threads, and may keep the files."""
@@ -277,6 +280,21 @@ class Hdf5Rows:
     def _index(self, file: int, field: int) -> DatasetIndex:
         return self.file_map().files[file].datasets[field]
 
+    def _read_part(
+        self, part: FileRows, blocks: Mapping[Key, Any], buffers: Buffers
+    ) -> list[Any]:
+        """Return rows of each dataset of one file, perhaps in buffers."""
+        fields = range(len(self._names))
+        leaves = [self._read(part, i, blocks, buffers) for i in fields]
+        file, rows, _ = part
+        if rows.size:  # also if all were in memory
+            try:
+                files = self.file_map().files
+                self._open_files.check(self._paths[file], files[file], rows)
+            except (*_READ_ERRORS, DataError) as error:
+                raise self._unreadable(file, 0, rows, error) from error
+        return leaves
+
     def _read(
         self,
         part: FileRows,
@@ -292,9 +310,9 @@ class Hdf5Rows:
         with self._explain(file, field, rows):
             if index.method is not ReadMethod.BYTES:
                 return self._by_h5py(
-                    file, field, lambda d: read_by_h5py(d, index, rows)
+                    file, field, rows, lambda d: read_by_h5py(d, index, rows)
                 )
-            raw = self._raw_file(file)
+            raw = self._open_files.raw(self._paths[file], self.file_map().files[file])
             if not (self._keeps_short and _is_short(index)):
                 return read_bytes(index, raw, rows, buffers, parallel)
             with self._lock:
@@ -311,12 +329,13 @@ class Hdf5Rows:
         rows = block_rows(index, block)
 
         def by_h5py(region: tuple[slice, ...]) -> Any:
-            return self._by_h5py(file, field, lambda dataset: dataset[region])
+            return self._by_h5py(file, field, rows, lambda dataset: dataset[region])
 
         with self._explain(file, field, rows):
             if index.method is ReadMethod.H5PY_CHUNKS:
                 return by_h5py((slice(rows.start, rows.stop),))
-            return read_chunks(index, self._raw_file(file), by_h5py, block)
+            raw = self._open_files.raw(self._paths[file], self.file_map().files[file])
+            return read_chunks(index, raw, by_h5py, block)
 
     @contextlib.contextmanager
     def _explain(self, file: int, field: int, rows: Any) -> Iterator[None]:
@@ -325,26 +344,28 @@ class Hdf5Rows:
             yield
         # Errors of HDF5, of the system, and of our own decoder, in one form.
         except (*_READ_ERRORS, DataError) as error:
-            path, where = self._paths[file], "no rows"
-            if len(rows):
-                where = f"rows {min(rows)}..{max(rows)}"
-            raise DataError(
-                f"{path}: {where} of dataset {self._names[field]!r} cannot be read"
-                f"{self._on_rank}: {str(error).removeprefix(f'{path}: ')}"
-            ) from error
+            raise self._unreadable(file, field, rows, error) from error
 
-    def _raw_file(self, file: int) -> RawFile:
-        return self._open_files.raw(self._paths[file], self.file_map().files[file])
+    def _unreadable(
+        self, file: int, field: int, rows: Any, error: Exception
+    ) -> DataError:
+        path, where = self._paths[file], "no rows"
+        if len(rows):
+            where = f"rows {min(rows)}..{max(rows)}"
+        return DataError(
+            f"{path}: {where} of dataset {self._names[field]!r} cannot be read"
+            f"{self._on_rank}: {str(error).removeprefix(f'{path}: ')}"
+        )
 
     def _by_h5py(
-        self, file: int, field: int, read: Callable[[h5py.Dataset], Any]
+        self, file: int, field: int, rows: Any, read: Callable[[h5py.Dataset], Any]
     ) -> Any:
         """Return `read(dataset)` in native byte order."""
         index = self._index(file, field)
         path, file_index = self._paths[file], self.file_map().files[file]
-        rows = self._open_files.by_h5py(path, file_index, index, read)
+        found = self._open_files.by_h5py(path, file_index, index, rows, read)
         # HDF5 returns the stored byte order.
-        return rows.astype(index.native, copy=False)
+        return found.astype(index.native, copy=False)
 
     def __getstate__(self) -> dict[str, Any]:
         # Without the state of this process, which `__setstate__` creates again.
@@ -449,12 +470,20 @@ def _is_short(index: DatasetIndex) -> bool:
 def _require_like(file: FileIndex, first: FileIndex) -> None:
     """Raise a DataError if the rows of two files differ in dtype or shape."""
     for index, other in zip(file.datasets, first.datasets, strict=True):
-        if (index.native, index.row_shape) != (other.native, other.row_shape):
-            raise DataError(
-                f"{file.path}: rows of dataset {index.name!r} are {index.native} "
-                f"{index.row_shape}, but {other.native} {other.row_shape} in "
-                f"{first.path}"
+        if _rows_of(index) != _rows_of(other):
+            here, there = (
+                f"{dtype}{dict(members) or ''} {shape}"
+                for dtype, shape, members in map(_rows_of, (index, other))
             )
+            raise DataError(
+                f"{file.path}: rows of dataset {index.name!r} are {here}, but {there} "
+                f"in {first.path}"
+            )
+
+
+def _rows_of(index: DatasetIndex) -> tuple[Any, ...]:
+    """Return what files have in common: dtype, shape, and members of enums."""
+    return index.native, index.row_shape, validation.members_of(index.dtype)
 
 
 def _chunk_layout_of(files: Sequence[FileIndex]) -> ChunkLayout:
@@ -508,7 +537,6 @@ class _KeptRows:
             missing = blocks[~self._is_read[blocks]]
         if missing.size:
             list(parallel(read, np.unique(missing).tolist()))
-        file.check()  # rows that were read before must still be there
 
     def take(self, rows: Rows, buffers: Buffers, parallel: Map) -> Any:
         """Return copies of rows that were read."""

@@ -42,7 +42,7 @@ class FieldSpec:
     dtype: np.dtype[Any]
     row_shape: tuple[int, ...]
     # Of an enum: `==` of dtypes ignores them
-    members: tuple[tuple[str, int], ...] = ()
+    members: tuple[tuple[str, Any], ...] = ()
 
     @property
     def row_bytes(self) -> int:
@@ -152,15 +152,9 @@ def clean_name(name: str) -> str:
 def fields_of(by_name: Mapping[str, Any]) -> tuple[FieldSpec, ...]:
     """Return the specs of arrays `(rows, *shape)` by name."""
     return tuple(
-        FieldSpec(n, a.dtype, a.shape[1:], _members(a.dtype))
+        FieldSpec(n, a.dtype, a.shape[1:], validation.members_of(a.dtype))
         for n, a in by_name.items()
     )
-
-
-def _members(dtype: np.dtype[Any]) -> tuple[tuple[str, int], ...]:
-    if dtype.metadata is None:
-        return ()
-    return tuple((h5py.check_enum_dtype(dtype) or {}).items())
 
 
 def require_storable(fields: Sequence[FieldSpec]) -> None:

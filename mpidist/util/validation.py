@@ -169,6 +169,21 @@ def absolute(name: str, value: Any) -> Path:
         ) from None
 
 
+def members_of(dtype: np.dtype[Any]) -> tuple[tuple[str, Any], ...]:
+    """Return the members of an enum of HDF5, or of the enums in a dtype.
+
+    Also the dtype of arrays of any length. `==` of dtypes ignores them.
+    """
+    if dtype.subdtype:
+        return members_of(dtype.base)
+    nested = [(name, members_of(dtype[name])) for name in dtype.names or ()]
+    metadata: Mapping[str, Any] = dtype.metadata or {}
+    enum = sorted((k, int(v)) for k, v in (metadata.get("enum") or {}).items())
+    if isinstance(item := metadata.get("vlen"), np.dtype):
+        nested.append((str(item.newbyteorder("=")), members_of(item)))
+    return (*enum, *(pair for pair in nested if pair[1] or not dtype.names))
+
+
 def dtype(name: str, value: Any) -> np.dtype[Any]:
     """Return the dtype that `value` is, or names."""
     try:

@@ -428,7 +428,8 @@ def _describe_elements(call: str, batches: _OwnBatches) -> CallSignature:
     leaves, spec = nest.flatten(batches.pipeline.empty_batch(Epoch()))
     # Only the number of dimensions: lengths may differ between replicas
     leaf_specs = tuple((dtype_text(a.dtype), f"{a.ndim} dimensions") for a in leaves)
-    return CallSignature(call, (), spec, leaf_specs)
+    enums = ("enums with the members", str(batches.pipeline.members))
+    return CallSignature(call, (enums,), spec, leaf_specs)
 
 
 def _share_indexes(

@@ -25,7 +25,7 @@ from hdf5_files import require_same
 import mpidist
 from mpidist import DataError, Dataset
 from mpidist.hdf5 import files
-from mpidist.hdf5.files import RawFile
+from mpidist.hdf5.files import RawFile, WatchedFile
 from mpidist.hdf5.index import state_of
 from mpidist.hdf5.read import FileMap
 from mpidist.util.buffers import Buffers
@@ -169,34 +169,36 @@ def test_copies_of_a_file_are_known_by_size_and_beginning(path):
     assert "modified" in here.changes_to(same, is_shared=True)[0]
 
 
-def test_a_change_is_noticed(path, monkeypatch):
-    monkeypatch.setattr(files, "_CHECK_SECONDS", 0)
+def test_a_change_is_noticed(path):
+    other = path.with_name("hard link")
     for change, message in [
         (lambda: os.truncate(path, SIZE - 1), "was changed"),
         (lambda: os.utime(path, (1, 1)), "was changed"),
         (lambda: path.write_bytes(b"x" * SIZE), "was changed"),
+        (lambda: (os.link(path, other), replace(path, bytes(SIZE))), "was changed"),
         (path.unlink, "was removed or replaced"),
     ]:
-        file = open_file(path)
+        file = WatchedFile(open_file(path).state, is_local=True)
+        file.check()
         change()
-        for read in [
-            lambda f=file: f.gather(np.array([0]), 4, Buffers()),
-            lambda f=file: f.read(0, 4),
-        ]:
+        for _ in range(2):
             with pytest.raises(DataError, match=f"bytes: {message}"):
-                read()
+                file.check()
 
 
 def test_a_network_file_system_is_asked_now_and_then(path, monkeypatch):
-    monkeypatch.setattr(files, "is_local", lambda device: False)
-    file, fstat, calls = open_file(path), os.fstat, []
-    monkeypatch.setattr(os, "fstat", lambda fd: calls.append(fd) or fstat(fd))
+    stat, calls = os.stat, []
+    file = WatchedFile(open_file(path).state, is_local=False)
+    monkeypatch.setattr(os, "stat", lambda name: calls.append(name) or stat(name))
     for _ in range(100):
-        file.gather(np.array([5]), 4, Buffers())
+        file.check()
     assert calls == []
     os.truncate(path, 6)
     with pytest.raises(DataError, match=r"was changed: it has 6 bytes"):
-        file.gather(np.array([5]), 4, Buffers())
+        file.check(is_due=True)
+    monkeypatch.setattr(files, "_CHECK_SECONDS", 0)
+    with pytest.raises(DataError, match=r"was changed: it has 6 bytes"):
+        file.check()
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "chunks", "gzip", "lzf"])

@@ -28,7 +28,7 @@ from hdf5_damage import (
     wide,
     write_wide,
 )
-from hdf5_files import Recipe, require_same
+from hdf5_files import Recipe, require_same, whole
 
 from mpidist import DataError, Dataset
 from mpidist.data.distributed import reader
@@ -340,3 +340,168 @@ def test_a_file_that_grows_while_it_is_read(strategy, comm, mpi_tmp_path, layout
     iterator = iter(divide(strategy, Dataset.from_hdf5(path, "x"), 50))
     _, error = steps_until_error(strategy, comm, iterator, everything, 50)
     assert error is None, error
+
+
+def write_rows(path, data, storage, folder):
+    """Write rows, perhaps into other files, and perhaps as far as they are there."""
+    chunks = {"chunks": (2,), "maxshape": (None,)}
+    direct = {
+        "contiguous": {},
+        "gzip": {**chunks, "compression": "gzip", "shuffle": True},
+        "lzf": {**chunks, "compression": "lzf"},
+        "scale-offset": {**chunks, "scaleoffset": 0},
+    }
+    parts = list(data.reshape(-1, 2))
+    with h5py.File(path, "w", libver="latest") as file:
+        if storage in direct:
+            file.create_dataset("x", data=data, **direct[storage])
+        elif storage == "compact":
+            Recipe("compact").write(file, data)
+        elif storage == "raw file":
+            raw = [(str(folder / "a.raw"), 0, data.nbytes)]
+            file.create_dataset("x", data.shape, data.dtype, external=raw)[...] = data
+        elif storage == "link":
+            write_rows(folder / "other.h5", data, "lzf", folder)
+            file["x"] = h5py.ExternalLink("other.h5", "x")
+        elif storage == "sources":
+            layout = h5py.VirtualLayout(data.shape, data.dtype)
+            for i, part in enumerate(parts):
+                write_rows(folder / f"{i}.h5", part, "contiguous", folder)
+                source = h5py.VirtualSource(f"{i}.h5", "x", part.shape)
+                layout[2 * i : 2 * i + 2] = source
+            file.create_virtual_dataset("x", layout)
+        else:  # numbered sources, of which one appears later
+            for i, part in enumerate(parts):
+                if i != 3 or data[0]:
+                    write_rows(folder / f"{i}.h5", part, "contiguous", folder)
+            properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            space = h5py.h5s.create_simple((40,), (h5py.h5s.UNLIMITED,))
+            space.select_hyperslab((0,), (h5py.h5s.UNLIMITED,), (2,), (2,))
+            block = h5py.h5s.create_simple((2,))
+            properties.set_virtual(space, b"%b.h5", b"x", block)
+            space = h5py.h5s.create_simple((40,), (h5py.h5s.UNLIMITED,))
+            space.select_hyperslab((38,), (2,))
+            properties.set_virtual(space, b"19.h5", b"x", block)
+            space = h5py.h5s.create_simple((40,), (h5py.h5s.UNLIMITED,))
+            kind = h5py.h5t.py_create(data.dtype)
+            h5py.h5d.create(file.id, b"x", kind, space, properties)
+    os.utime(path, (data[0], data[0]))  # some kernels' clocks are coarse
+
+
+STORAGES = ["contiguous", "gzip", "lzf", "scale-offset", "compact", "raw file", "link"]
+STORAGES += ["sources", "numbered sources"]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("change", ["rewritten", "replaced"])
+def test_rows_that_are_kept_are_checked_as_rows_that_are_read(
+    strategy, comm, mpi_tmp_path, storage, change
+):
+    """An older dataset fails for good, a new one has the rows that are there now."""
+    path, older = mpi_tmp_path / "a.h5", []
+
+    def write(data):
+        names = [f for f in mpi_tmp_path.iterdir() if f.suffix in (".h5", ".raw")]
+        for name in names if change == "replaced" else ():
+            os.link(name, mpi_tmp_path / f"{name.name}-{data[0]}")  # keeps its rows
+            name.unlink()
+        write_rows(path, data, storage, mpi_tmp_path)
+
+    for k in range(3):
+        on_root(comm, write, np.arange(40) + 1000 * k)
+        for before in older:
+            failure_of(strategy, comm, lambda before=before: list(before))
+        expected = whole(path)
+        divided = divide(strategy, Dataset.from_hdf5(path, "x"), 10)
+        for _ in range(2):
+            for step, batch in enumerate(divided):
+                require_same(
+                    local(strategy, batch), slice_of(expected, strategy, step, 10)
+                )
+        older.append(divided)
+
+
+@pytest.mark.parametrize(
+    ("storage", "source", "message"),
+    [("sources", 19, "19.h5: .*"), ("numbered sources", 3, "were added or removed; ")],
+)
+def test_one_of_many_sources_that_changes_within_an_epoch(
+    tmp_path, storage, source, message
+):
+    data, path = np.arange(40), tmp_path / "a.h5"
+    write_rows(path, data, storage, tmp_path)
+    expected = whole(path)
+    iterator = iter(Dataset.from_hdf5(path, "x").batch(10))
+    require_same(next(iterator), expected[:10])
+    write_rows(tmp_path / f"{source}.h5", data[38:] + 100, "contiguous", tmp_path)
+    write_rows(tmp_path / "5x.h5", data[38:] + 100, "contiguous", tmp_path)
+    with pytest.raises(DataError, match=f"{message}create a new dataset"):
+        list(iterator)
+
+
+@pytest.mark.parametrize("change", ["rewritten", "removed"])
+def test_sources_of_a_copy(strategy, comm, tmp_path, change):
+    """Each rank has a copy of all files; the last one's changes, or lacks a source."""
+    data, path = np.arange(40), tmp_path / "a.h5"
+    write_rows(path, data, "sources", tmp_path)
+    paths, source = [path, tmp_path / "19.h5"], tmp_path / "18.h5"
+    divided = divide(strategy, Dataset.from_hdf5(paths, "x"), 42)
+    if change == "rewritten":
+        for batch in divided:
+            require_same(
+                local(strategy, batch),
+                slice_of(np.append(data, data[38:]), strategy, 0, 42),
+            )
+    if comm.rank == comm.size - 1:
+        source.unlink()
+        if change == "rewritten":
+            write_rows(source, data[:2], "contiguous", tmp_path)
+    error = failure_of(strategy, comm, lambda: list(divided))
+    require_names(error, tmp_path if comm.rank == comm.size - 1 else "a.h5", "x")
+    assert "18.h5" in str(error)
+
+
+@pytest.mark.parametrize("kept", ["file", "dataset"])
+@pytest.mark.parametrize("storage", ["lzf", "compact", "gzip", "sources"])
+def test_a_file_that_this_process_has_open_otherwise(tmp_path, storage, kept):
+    """HDF5 shows it what it knew before another process wrote."""
+    path, data = tmp_path / "a.h5", np.arange(40)
+    write_rows(path, data, storage, tmp_path)
+    with h5py.File(path, "r") as file:
+        user = file["x"] if kept == "dataset" else None
+        require_same(file["x"][...], data)
+        rewrite_elsewhere(tmp_path / ("3.h5" if storage == "sources" else "a.h5"))
+        (found,) = Dataset.from_hdf5(path, "x").batch(40)
+        del user
+    with h5py.File(path, "r") as file:
+        require_same(found, file["x"][...])
+    assert (found != data).any()
+
+
+def rewrite_elsewhere(path):
+    """Replace all rows by -1 in another process."""
+    script = (
+        "import sys, h5py\n"
+        "with h5py.File(sys.argv[1], 'r+', locking=False) as file:\n"
+        "    file['x'][...] = -1\n"
+    )
+    result = launching.run([sys.executable, "-c", script, str(path)])
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_file_that_this_process_has_stopped_to_write(tmp_path):
+    """Our handle has shared what it wrote, and does not outlive it."""
+    path, data = tmp_path / "a.h5", np.arange(40)
+    write_rows(path, data, "lzf", tmp_path)
+    dataset = Dataset.from_hdf5(path, "x").batch(40)
+    with h5py.File(path, "r+") as file:
+        file["x"][3] = -7
+        (found,) = dataset
+        require_same(found, file["x"][...])
+    (after,) = dataset
+    require_same(after, found)
+    rewrite_elsewhere(path)
+    with pytest.raises(DataError, match="was changed"):
+        list(dataset)
+    (found,) = Dataset.from_hdf5(path, "x").batch(40)
+    assert (found == -1).all()

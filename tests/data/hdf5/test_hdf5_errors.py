@@ -3,6 +3,7 @@
 import os
 import re
 import struct
+import tracemalloc
 import zlib
 
 import h5py
@@ -34,7 +35,8 @@ from hdf5_damage import (
 )
 from hdf5_files import Recipe, require_same, rows_of
 
-from mpidist import AutoShardPolicy, Dataset, Options
+from mpidist import AutoShardPolicy, DataError, Dataset, Options
+from mpidist.errors import ArgumentTypeError, MismatchError
 
 # Files that cannot be used: the rows x, y of each of two, and what the message says
 
@@ -109,6 +111,26 @@ def other_fields(path):
     write(path, x=numbered(4), y=np.zeros(4, "i4,f4"))
 
 
+def other_members(path):
+    dtype = h5py.enum_dtype({"cat": 0, "dog": 1}, "i8")
+    write(path, x=numbered(4), y=np.zeros(4, dtype))
+
+
+def overlapping_members(path):
+    """Of a bfloat16, which h5py takes for 4 bytes, in the place of 2."""
+    half = h5t.IEEE_F32LE.copy()
+    half.set_fields(15, 7, 8, 0, 7)
+    half.set_size(2)
+    kind = h5t.create(h5t.COMPOUND, 6)
+    kind.insert(b"weight", 0, half)
+    kind.insert(b"number", 2, h5t.STD_I32LE)
+    write(path, x=numbered(4))
+    with h5py.File(path, "a") as file:
+        h5d.create(file.id, b"y", kind, h5s.create_simple((4,)))
+        inner = h5t.vlen_create(kind)
+        h5d.create(file.id, b"z", inner, h5s.create_simple((4,)))
+
+
 UNUSABLE = {
     nothing: "cannot be opened",
     text: "cannot be opened",
@@ -127,8 +149,11 @@ UNUSABLE = {
     other_dtype: "'y' are float64",
     other_row_shape: r"'y' are int64 \(1,\)",
     other_fields: r"'y' are .*f0",
+    other_members: r"'y' are int64{'cat': 0, 'dog': 1}",
+    overlapping_members: "'y' has a type .* member 'number' overlaps",
 }
-UNLIKE = {other_dtype, other_row_shape, other_fields}  # known from two files
+# Known from two files
+UNLIKE = {other_dtype, other_row_shape, other_fields, other_members}
 
 
 @pytest.mark.parametrize("damage", UNUSABLE, ids=lambda f: f.__name__)
@@ -158,6 +183,90 @@ def test_a_copy_of_a_file_that_cannot_be_used(strategy, comm, tmp_path, damage):
     error = failure_of(strategy, comm, lambda: list(divide(strategy, dataset, 8)))
     assert "b.h5: " in str(error)
     assert f"on rank {comm.size - 1}" in str(error) or damage in UNLIKE
+
+
+LABELS = [{"cat": 0, "dog": 1}, {"dog": 0, "cat": 1}]
+
+
+@pytest.mark.parametrize(
+    "kind", ["files", "fields", "concatenated", "filtered", "interleaved", "ranks"]
+)
+@pytest.mark.parametrize("members", [LABELS, LABELS[::-1], LABELS[:1] * 2])
+def test_enums_with_other_members(strategy, comm, mpi_tmp_path, kind, members):
+    """NumPy's `==` of dtypes ignores them."""
+    paths = [mpi_tmp_path / "a.h5", mpi_tmp_path / "b.h5"]
+
+    def make():
+        for path, names in zip(paths, members, strict=True):
+            dtype = h5py.enum_dtype(names, ">i2")
+            dtype = np.dtype([("l", dtype, 2)]) if kind == "fields" else dtype
+            write(path, x=np.zeros(4, dtype))
+
+    def read():
+        if kind == "ranks":
+
+            def own(context):
+                path = paths[context.input_pipeline_id % 2]
+                return Dataset.from_hdf5(path, "x").shuffle(seed=1).batch(2)
+
+            return list(strategy.distribute_datasets_from_function(own))
+        if kind == "interleaved":
+            several = Dataset.range(2).interleave(
+                lambda i: Dataset.from_hdf5(paths[i], "x")
+            )
+            return list(strategy.experimental_distribute_dataset(several.batch(2)))
+        if kind in ("concatenated", "filtered"):
+            both = [Dataset.from_hdf5(path, "x").shuffle(seed=1) for path in paths]
+            if kind == "filtered":
+                both = [dataset.filter(lambda x: True) for dataset in both]
+            first, second = (dataset.batch(2) for dataset in both)
+            return list(
+                strategy.experimental_distribute_dataset(first.concatenate(second))
+            )
+        return list(divide(strategy, Dataset.from_hdf5(paths, "x"), 4))
+
+    on_root(comm, make)
+    if members[0] == members[1] or (kind == "ranks" and comm.size == 1):
+        assert read()
+        return
+    with pytest.raises(
+        (DataError, ArgumentTypeError, MismatchError), match="dog"
+    ) as error:
+        read()
+    assert len(set(comm.allgather(type(error.value)))) == 1
+
+
+def test_a_chunk_that_is_far_longer_than_it_says(tmp_path):
+    """1,000 times: HDF5 needs memory for all of it."""
+    rows = np.arange(400, dtype="u1").reshape(4, 100)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        x = file.create_dataset(
+            "x", (4, 100), "u1", chunks=(4, 100), compression="gzip"
+        )
+        x.id.write_direct_chunk((0, 0), zlib.compress(rows.tobytes() + bytes(1 << 26)))
+    source = Dataset.from_hdf5(tmp_path / "a.h5", "x")
+    tracemalloc.start()
+    try:
+        require_same(rows_of(source, range(4)), rows)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_shuffle_of_values_of_0_bytes(strategy, comm, mpi_tmp_path):
+    path, data = mpi_tmp_path / "a.h5", numbered(16)
+
+    def make():
+        write_chunks(path, data, ("shuffle", "gzip"))
+        content = path.read_bytes()
+        at = content.index(b"shuffle\0") + 8
+        overwrite(path, at, bytes(4))
+
+    on_root(comm, make)
+    error = failure_of(
+        strategy, comm, lambda: list(divide(strategy, Dataset.from_hdf5(path, "x"), 8))
+    )
+    require_names(error, path, "x")
 
 
 def test_a_pattern_that_no_file_matches(strategy, comm, mpi_tmp_path):
