@@ -25,7 +25,6 @@ from mpidist.checkpoint.tree import (
     METADATA,
     NDARRAY,
     TENSOR,
-    TEXTS,
     Group,
     Leaf,
     Link,
@@ -35,11 +34,11 @@ from mpidist.checkpoint.tree import (
     Typed,
     as_name,
     encode,
-    encode_leaf,
-    group_of,
+    encode_node,
     is_container,
     keep_versions,
     leaf_of_array,
+    numbers_kind,
     readable,
     walk,
 )
@@ -118,7 +117,9 @@ class Attributes(Tracked):
                 yield from child.kinds(below)
             elif child is not None:
                 for place, value in walk(child, below):
-                    if not is_container(value) and not isinstance(value, Tracked):
+                    if numbers_kind(value):
+                        yield from (((*place, str(i)), True) for i in range(len(value)))
+                    elif not is_container(value) and not isinstance(value, Tracked):
                         yield place, True
             elif isinstance(member, bool | int | float | complex | np.generic):
                 yield below, False
@@ -252,10 +253,8 @@ def nodes_of(objects: Mapping[str, Any], strategy: Strategy) -> Nodes:
     """
     nodes: Nodes = {}
     for path, value in walk(dict(objects)):
-        if is_container(value):
-            node: Group | Leaf | PerRankState = group_of(value, path)
-        elif isinstance(value, Tracked):
-            node = Group("dict")
+        if isinstance(value, Tracked):
+            node: Group | Leaf | PerRankState = Group("dict")
         elif isinstance(value, Variable):
             node = _variable_leaf(value, path, strategy)
         # Per rank, however equal: it belongs to the rank.
@@ -264,21 +263,20 @@ def nodes_of(objects: Mapping[str, Any], strategy: Strategy) -> Nodes:
         # Usually the same on all ranks, and then saved once.
         elif is_generator(value):
             node = PerRankState(_nodes_of_state(state_of(value), GENERATOR, path), True)
-        elif not isinstance(value, Mirrored | np.ndarray) and state_methods(value):
+        elif has_own_state(value):
             node = PerRankState(_nodes_of_state(read_state(value), OBJECT, path), True)
         else:
-            node = encode_leaf(value, path)
+            node = encode_node(value, path)
         nodes[path] = node
     return nodes
 
 
 def _nodes_of_state(state: Any, role: str, path: Path) -> Nodes:
-    if not is_container(state):  # such as one number: a group has the role
-        group = Group("tuple", role=role + " of one")
-        return {path: group, (*path, "0"): encode_leaf(state, path)}
     nodes = encode(state, path)
-    nodes[path] = dataclasses.replace(nodes[path], role=role)
-    return nodes
+    if isinstance(nodes[path], Leaf):  # such as one number: a group has the role
+        group = Group("tuple", role=role + " of one")
+        return {path: group, (*path, "0"): nodes[path]}
+    return {**nodes, path: dataclasses.replace(nodes[path], role=role)}
 
 
 def _variable_leaf(variable: Variable, path: Path, strategy: Strategy) -> Leaf:
@@ -425,6 +423,12 @@ def state_methods(value: Any) -> tuple[str, str] | None:
         if all(callable(getattr(value, name, None)) for name in pair):
             return pair
     return None
+
+
+def has_own_state(value: Any) -> bool:
+    """Return whether a value that is no container is saved by its methods."""
+    is_array = isinstance(value, Mirrored | np.ndarray)
+    return not is_array and not is_container(value) and state_methods(value) is not None
 
 
 def read_state(value: Any) -> Any:
@@ -611,16 +615,12 @@ def describe(node: Any, compares: bool) -> str:
     if isinstance(node, PerRankState):
         return "a state"
     if isinstance(node, Group):
-        return node.kind if node.type is None else repr(node.type)
-    text = f"{node.kind} {node.dtype} {node.shape}"
+        return repr(node.facts)
+    text = f"{node.kind} {node.dtype} {node.shape} {node.type or ''}"
     # Frozen values belong to variables, which are equal by construction.
     if node.is_frozen or not compares or not node.size_bytes:
         return text
-    if node.kind == "array" or node.kind in TEXTS:
-        return f"{text} checksum {arrays.checksum(node.array)}"
-    is_any = node.kind == "array scalar"  # perhaps with padding
-    array = arrays.value_bytes(node.array) if is_any else node.array
-    return f"{node.kind} {array.tobytes().hex()}"
+    return f"{text} {node.row.compare(node.array)}"
 
 
 def join_ranks(
@@ -680,9 +680,10 @@ def digest(nodes: Nodes) -> tuple[bytes, int]:
     hashed, size_bytes = hashlib.blake2b(digest_size=16), 0
     for path, node in nodes.items():
         if isinstance(node, Group):  # types of containers count as well
-            hashed.update(repr((path, node.kind, node.role, node.type)).encode())
+            hashed.update(repr((path, node.facts)).encode())
             continue
-        hashed.update(repr((path, node.kind, str(node.dtype), node.shape)).encode())
+        facts = path, node.kind, str(node.dtype), node.shape, node.type
+        hashed.update(repr(facts).encode())
         if node.size_bytes:
             hashed.update(arrays.checksum(node.array).encode())
             size_bytes += node.size_bytes
