@@ -20,7 +20,12 @@ from mpidist.checkpoint.state import (
 from mpidist.checkpoint.tree import Tracked, escape
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.topology import job_size
-from mpidist.context import get_strategy, has_strategy, require_cross_replica
+from mpidist.context import (
+    default_strategy,
+    get_strategy,
+    has_strategy,
+    require_cross_replica,
+)
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.strategy.strategy import Strategy
 from mpidist.util import validation
@@ -157,20 +162,21 @@ class Checkpoint(Tracked):
         """The strategy whose ranks save and restore.
 
         Raises:
-          ArgumentError: there is no strategy, and the job has several ranks.
+          ArgumentError: the job has several ranks, and there is no strategy, or the
+            variables were created outside `strategy.scope()`.
         """
         if self._strategy is None:
             # The strategy of the first variable, whatever the scope of the checkpoint.
             self._strategy = strategy_of(self)
-        if self._strategy is not None:
-            return self._strategy
-        # One rank needs no strategy.
-        if job_size() > 1:
+        # One rank needs no strategy. Several would all write the same file.
+        if job_size() > 1 and self._strategy in (None, default_strategy()):
+            who = "without variables" if self._strategy is None else "of own variables"
             raise ArgumentError(
-                "a Checkpoint without variables needs a strategy: pass strategy=..., "
-                "or create the Checkpoint in strategy.scope()"
+                f"a Checkpoint {who} needs a strategy: pass strategy=..., or create "
+                "the variables and the Checkpoint in strategy.scope(); for a file of "
+                "each rank use MirroredStrategy(communicator=MPI.COMM_SELF)"
             )
-        return get_strategy()
+        return self._strategy or get_strategy()
 
     def write(self, file_prefix: str | os.PathLike[str]) -> str:
         """Save the objects to one path; return the path. Collective.

@@ -33,6 +33,7 @@ from mpidist.checkpoint.tree import (
     Tracked,
     Typed,
     as_name,
+    cannot_save,
     encode,
     encode_node,
     is_container,
@@ -273,6 +274,9 @@ def nodes_of(objects: Mapping[str, Any], strategy: Strategy) -> Nodes:
 
 def _nodes_of_state(state: Any, role: str, path: Path) -> Nodes:
     nodes = encode(state, path)
+    for place, value in walk(state, path):
+        if isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap):
+            raise cannot_save(value, place)  # it would come back without what it means
     if isinstance(nodes[path], Leaf):  # such as one number: a group has the role
         group = Group("tuple", role=role + " of one")
         return {path: group, (*path, "0"): nodes[path]}

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import functools
 import json
@@ -314,7 +315,7 @@ def encode_leaf(value: Any, path: Path) -> Leaf:
 def leaf_of_array(value: Any, path: Path) -> Leaf:
     """Return the leaf of an array of any library, without copying."""
     if isinstance(value, bool | int | float | complex | str | bytes | np.void):
-        raise _unknown(value, path)  # subclasses, such as enumerations
+        raise cannot_save(value, path)  # subclasses, such as enumerations
     try:
         array = value.values[0] if isinstance(value, Mirrored) else value
         if isinstance(array, np.ma.MaskedArray) or not isinstance(array, np.ndarray):
@@ -324,13 +325,14 @@ def leaf_of_array(value: Any, path: Path) -> Leaf:
     except MpidistError as error:
         if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
             raise
-        raise _unknown(value, path) from error
+        raise cannot_save(value, path) from error
     if storage(array.dtype) is None:
         raise _unstorable(array.dtype, path)
     return Leaf("array", array.dtype, tuple(array.shape), array)
 
 
-def _unknown(value: Any, path: Path) -> ArgumentTypeError:
+def cannot_save(value: Any, path: Path) -> ArgumentTypeError:
+    """Return the error for a value of a type that cannot be saved."""
     cls = type(value)
     return ArgumentTypeError(
         f"{readable(path)} is a {cls.__module__}.{cls.__qualname__}, which cannot be "
@@ -500,6 +502,23 @@ def _only(cls: type) -> Callable[..., Any]:
     return lambda members, *_: cls(members)
 
 
+def _like(name: str, cls: type) -> Callable[..., Any]:
+    """Return a function that makes a container of a similar one's class, else `cls`."""
+
+    def make(members: Any, _: Any, similar: tuple[Any, ...]) -> Any:
+        for x in similar:
+            if type(x) is not cls and is_container(x) and _type_of(x, ()).name == name:
+                if not isinstance(x, dict | list):
+                    return type(x)(members)
+                made = copy.copy(x)  # with its attributes
+                made.clear()
+                (made.extend if isinstance(made, list) else made.update)(members)
+                return made
+        return cls(members)
+
+    return make
+
+
 def _nothing(*_: Any) -> tuple[str, ...]:
     return ()
 
@@ -543,14 +562,24 @@ CONTAINERS = {
         _only(collections.Counter),
         is_ordered=False,
     ),
-    # All others, without a ContainerType; subclasses come back as these
+    # All others, without a ContainerType; subclasses come back where a similar one is
     "dict": ContainerKind(
-        "dict", lambda x: isinstance(x, Mapping), _nothing, _only(dict), False
+        "dict",
+        lambda x: isinstance(x, Mapping),
+        _nothing,
+        _like("dict", dict),
+        is_ordered=False,
     ),
     "tuple": ContainerKind(
-        "tuple", lambda x: isinstance(x, tuple), _nothing, _only(tuple), False
+        "tuple",
+        lambda x: isinstance(x, tuple),
+        _nothing,
+        _like("tuple", tuple),
+        is_ordered=False,
     ),
-    "list": ContainerKind("list", is_container, _nothing, _only(list), False),
+    "list": ContainerKind(
+        "list", is_container, _nothing, _like("list", list), is_ordered=False
+    ),
 }
 
 
@@ -675,8 +704,9 @@ _KIND_OF_CLASS = {row.cls: name for name, row in LEAF_KINDS.items() if row.cls}
 def scalar_kind(value: Any) -> str:
     """Return the kind of leaf of a number, text or None; empty for other values."""
     kind = _KIND_OF_CLASS.get(type(value), "")
-    is_other = not kind and isinstance(value, np.generic)
-    return "array scalar" if is_other and type(value) is value.dtype.type else kind
+    if kind or not isinstance(value, np.generic) or isinstance(value, np.record):
+        return kind
+    return "array scalar" if type(value) is value.dtype.type else ""
 
 
 def numbers_kind(value: Any) -> str:
