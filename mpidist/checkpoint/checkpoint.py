@@ -47,11 +47,15 @@ class Checkpoint(Tracked):
     - numbers, text, bytes, None, and dicts, lists and tuples of all of these. They must
       be equal on all ranks. Numbers cannot change in place, so read `checkpoint.step`
       after restoring. A dict or list of only numbers and text is replaced by the saved
-      one, whatever its content. None is replaced by any saved value.
+      one, whatever its content. None is replaced by any saved value. A dict gets the
+      order that it had when it was saved, on rank 0 if ranks differ; new keys come
+      last. A list or tuple of numbers of one type is one dataset.
     - `PerReplica` values: one per rank.
     - random generators: `np.random.Generator`, `RandomState`, `random.Random`; and
       objects with `get_state()` and `set_state(state)`, such as dataset iterators. The
       state is a nest of arrays, numbers and text, and may differ between ranks.
+      Namedtuples get the classes of the object's state before, and defaultdicts its
+      functions; without them a namedtuple gets a new class, a defaultdict is refused.
     - objects with `state_dict()` and `load_state_dict(state)`, such as PyTorch's models
       and optimizers. The same rules apply.
     - another Checkpoint.
@@ -170,11 +174,12 @@ class Checkpoint(Tracked):
             self._strategy = strategy_of(self)
         # One rank needs no strategy. Several would all write the same file.
         if job_size() > 1 and self._strategy in (None, default_strategy()):
-            who = "without variables" if self._strategy is None else "of own variables"
+            is_local = self._strategy is not None
+            what = "of variables of one rank" if is_local else "without variables"
             raise ArgumentError(
-                f"a Checkpoint {who} needs a strategy: pass strategy=..., or create "
-                "the variables and the Checkpoint in strategy.scope(); for a file of "
-                "each rank use MirroredStrategy(communicator=MPI.COMM_SELF)"
+                f"a Checkpoint {what} needs a strategy: create the variables and the "
+                "Checkpoint in strategy.scope(), or pass strategy=...; for a file of "
+                "each rank that of MirroredStrategy(communicator=MPI.COMM_SELF)"
             )
         return self._strategy or get_strategy()
 

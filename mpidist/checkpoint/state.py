@@ -7,6 +7,7 @@ is not imported here: a program with such objects has imported it.
 
 from __future__ import annotations
 
+import array
 import collections
 import dataclasses
 import functools
@@ -272,11 +273,15 @@ def nodes_of(objects: Mapping[str, Any], strategy: Strategy) -> Nodes:
     return nodes
 
 
+# Of a state these would come back as plain arrays: without units, not as bytes
+_ALIKE = (np.ndarray, bytearray, memoryview, array.array)
+
+
 def _nodes_of_state(state: Any, role: str, path: Path) -> Nodes:
     nodes = encode(state, path)
     for place, value in walk(state, path):
-        if isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap):
-            raise cannot_save(value, place)  # it would come back without what it means
+        if isinstance(value, _ALIKE) and type(value) not in (np.ndarray, np.memmap):
+            raise cannot_save(value, place)
     if isinstance(nodes[path], Leaf):  # such as one number: a group has the role
         group = Group("tuple", role=role + " of one")
         return {path: group, (*path, "0"): nodes[path]}

@@ -381,7 +381,7 @@ def _decode_members(
         for x in similar
         if is_container(x) and isinstance(x, Mapping) == (group.family == "dict")
     ]
-    # Members that are new, as a list may have grown, resemble any of the others
+    # As a list may have grown, or shrunk, a member may resemble any of the others
     classes = {type(member): member for x in alike for member in x.values()}
     others = tuple(classes.values())
     read_key: Callable[[str], Any] = unescape if group.kind == "dict" else int
@@ -389,7 +389,7 @@ def _decode_members(
     for name, child in group.children.items():
         key = read_key(name)
         same = tuple(x[key] for x in alike if key in x)
-        members[key] = decode(child, values, *(same or others))
+        members[key] = decode(child, values, *same, *others)
     if group.family == "dict":
         return members
     return [members[i] for i in range(len(members))]
@@ -420,27 +420,31 @@ class ContainerKind(NamedTuple):
     is_ordered: bool
 
 
-_FACTORIES: dict[str, Callable[[], Any]] = {
+_FACTORIES: dict[str, Any] = {
     cls.__name__: cls for cls in (bool, int, float, complex, str, bytes, list, dict)
-}
+} | {"None": None}
 _A_FUNCTION = "a function"  # of the program, which a file cannot hold
 
 
 def _factory_name(container: Any, _: Path) -> tuple[str, ...]:
     factory = container.default_factory
-    known = [name for name, cls in _FACTORIES.items() if cls is factory]
-    return () if factory is None else (*known, _A_FUNCTION)[:1]
+    known = [name for name, known in _FACTORIES.items() if known is factory]
+    return (*known, _A_FUNCTION)[:1]
 
 
 def _defaultdict(members: Any, details: tuple[str, ...], similar: Any) -> Any:
-    factories = [getattr(x, "default_factory", None) for x in similar]
-    if not any(factories) and details == (_A_FUNCTION,):
+    # Older versions have no details for a function, nor for None
+    name = details[0] if details else _A_FUNCTION
+    if name in _FACTORIES:
+        return collections.defaultdict(_FACTORIES[name], members)
+    functions = [getattr(x, "default_factory", None) for x in similar]
+    functions.sort(key=lambda function: function in _FACTORIES.values())
+    if details and not any(functions):
         raise ValueError(
             "a defaultdict has a function of the program as its default_factory, which "
             "a file cannot hold; have such a defaultdict there before restoring"
         )
-    factories += [_FACTORIES.get(name) for name in details]
-    return collections.defaultdict(next(filter(None, factories), None), members)
+    return collections.defaultdict(next(filter(None, functions), None), members)
 
 
 def _namedtuple(members: Any, details: tuple[str, ...], similar: Any) -> Any:
@@ -506,15 +510,15 @@ def _like(name: str, cls: type) -> Callable[..., Any]:
     """Return a function that makes a container of a similar one's class, else `cls`."""
 
     def make(members: Any, _: Any, similar: tuple[Any, ...]) -> Any:
-        for x in similar:
-            if type(x) is not cls and is_container(x) and _type_of(x, ()).name == name:
-                if not isinstance(x, dict | list):
-                    return type(x)(members)
-                made = copy.copy(x)  # with its attributes
-                made.clear()
-                (made.extend if isinstance(made, list) else made.update)(members)
-                return made
-        return cls(members)
+        first = similar[0] if similar and is_container(similar[0]) else None
+        if type(first) is cls or first is None or _type_of(first, ()).name != name:
+            return cls(members)
+        if not isinstance(first, dict | list):
+            return type(first)(members)
+        made = copy.copy(first)  # with its attributes
+        made.clear()
+        (made.extend if isinstance(made, list) else made.update)(members)
+        return made
 
     return make
 
