@@ -31,6 +31,7 @@ import h5py
 import numpy as np
 
 from mpidist.checkpoint.tree import (
+    LEAF_KINDS,
     Group,
     Leaf,
     Link,
@@ -634,7 +635,12 @@ def _create(
         file[name] = h5py.ExternalLink(shards[node.shard], name)
         return
     if isinstance(node, Group):
-        made = _create_group(file, name, node)
+        made = file
+        if path:
+            how = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+            # HDF5 keeps the order of a dict
+            how.set_link_creation_order(h5py.h5p.CRT_ORDER_TRACKED * bool(node.names))
+            made = h5py.Group(h5py.h5g.create(file.id, name.encode(), gcpl=how))
     elif isinstance(node, Split):
         made = _create_virtual(file, name, node, shards)
         node = node.leaf
@@ -654,15 +660,6 @@ def _create(
     kind = storage(node.dtype) if isinstance(node, Leaf) else None
     if kind is not None and kind.text:
         made.attrs["dtype"] = kind.text
-
-
-def _create_group(file: h5py.File, name: str, group: Group) -> h5py.Group:
-    """Create a group; HDF5 keeps the order of a dict."""
-    if name == "/":
-        return file["/"]
-    how = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
-    how.set_link_creation_order(h5py.h5p.CRT_ORDER_TRACKED * bool(group.names))
-    return h5py.Group(h5py.h5g.create(file.id, name.encode(), gcpl=how))
 
 
 def _create_virtual(
@@ -686,7 +683,7 @@ def _create_virtual(
 
 def _create_contiguous(file: h5py.File, name: str, leaf: Leaf) -> h5py.Dataset:
     """Create a contiguous dataset, whose range of the file is allocated at once."""
-    is_text = leaf.dtype == np.uint8 and leaf.row.is_text
+    is_text = leaf.dtype == np.uint8 and LEAF_KINDS[leaf.kind].is_text
     # A null dataspace: None, and empty text, have no bytes.
     if is_text and not leaf.size_bytes:
         space = h5py.h5s.create(h5py.h5s.NULL)

@@ -19,17 +19,18 @@ from mpidist.checkpoint.state import (
     checked_state,
     derived_state,
     fresh_generator,
-    has_own_state,
     identity,
     is_generator,
     memory_of,
     read_state,
     require_strategy,
     set_state,
+    state_methods,
     write_state,
 )
 from mpidist.checkpoint.tree import (
     DEEPEST,
+    LEAF_KINDS,
     METADATA,
     Group,
     Leaf,
@@ -200,7 +201,7 @@ class RestorePlan:
             return (self._plain if is_plain else self._children)(value, node, path)
         if isinstance(value, Mirrored):
             return self._mirrored(value, node, path)
-        if has_own_state(value):
+        if not isinstance(value, np.ndarray) and state_methods(value):
             return self._object(value, node, path)
         if scalar_kind(value):
             return self._plain(value, node, path)
@@ -420,7 +421,7 @@ class RestorePlan:
     ) -> Leaf:
         """Return the leaf of an array, and register it to be read."""
         expected = f"an array of {dtype} {shape}"
-        if not isinstance(node, Leaf) or not node.row.is_array:
+        if not isinstance(node, Leaf) or not LEAF_KINDS[node.kind].is_array:
             self._fail(path, expected, node)
         if (node.dtype, node.shape) != (dtype, shape):
             self._fail(path, expected, node)
@@ -462,7 +463,7 @@ def _describe(node: Node | None) -> str:
     if node is None:
         return "nothing with that name in the file"
     if isinstance(node, Leaf):
-        return node.row.shown.format(node)
+        return LEAF_KINDS[node.kind].shown.format(node)
     if node.kind == "ranks":
         return f"states of {len(node.children)} ranks"
     if node.role:

@@ -23,6 +23,7 @@ import numpy as np
 
 from mpidist.checkpoint.overlaps import Write
 from mpidist.checkpoint.tree import (
+    LEAF_KINDS,
     METADATA,
     NDARRAY,
     TENSOR,
@@ -255,8 +256,10 @@ def nodes_of(objects: Mapping[str, Any], strategy: Strategy) -> Nodes:
     """
     nodes: Nodes = {}
     for path, value in walk(dict(objects)):
-        if isinstance(value, Tracked):
-            node: Group | Leaf | PerRankState = Group("dict")
+        if is_container(value):
+            node: Group | Leaf | PerRankState = encode_node(value, path)
+        elif isinstance(value, Tracked):
+            node = Group("dict")
         elif isinstance(value, Variable):
             node = _variable_leaf(value, path, strategy)
         # Per rank, however equal: it belongs to the rank.
@@ -265,7 +268,7 @@ def nodes_of(objects: Mapping[str, Any], strategy: Strategy) -> Nodes:
         # Usually the same on all ranks, and then saved once.
         elif is_generator(value):
             node = PerRankState(_nodes_of_state(state_of(value), GENERATOR, path), True)
-        elif has_own_state(value):
+        elif not isinstance(value, Mirrored | np.ndarray) and state_methods(value):
             node = PerRankState(_nodes_of_state(read_state(value), OBJECT, path), True)
         else:
             node = encode_node(value, path)
@@ -432,12 +435,6 @@ def state_methods(value: Any) -> tuple[str, str] | None:
         if all(callable(getattr(value, name, None)) for name in pair):
             return pair
     return None
-
-
-def has_own_state(value: Any) -> bool:
-    """Return whether a value that is no container is saved by its methods."""
-    is_array = isinstance(value, Mirrored | np.ndarray)
-    return not is_array and not is_container(value) and state_methods(value) is not None
 
 
 def read_state(value: Any) -> Any:
@@ -629,7 +626,7 @@ def describe(node: Any, compares: bool) -> str:
     # Frozen values belong to variables, which are equal by construction.
     if node.is_frozen or not compares or not node.size_bytes:
         return text
-    return f"{text} {node.row.compare(node.array)}"
+    return f"{text} {LEAF_KINDS[node.kind].compare(node.array)}"
 
 
 def join_ranks(

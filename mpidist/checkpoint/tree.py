@@ -21,6 +21,7 @@ Nothing here communicates or accesses files.
 
 from __future__ import annotations
 
+import builtins
 import collections
 import contextlib
 import copy
@@ -106,14 +107,9 @@ class Leaf:
         vars(self).update(state)
 
     @property
-    def row(self) -> LeafKind:
-        """The row of its kind."""
-        return LEAF_KINDS[self.kind]
-
-    @property
     def family(self) -> str:
         """The kind of group that it stands for: "list", "tuple" or empty."""
-        return self.row.family
+        return LEAF_KINDS[self.kind].family
 
     @property
     def size_bytes(self) -> int:
@@ -246,25 +242,15 @@ def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 def group_of(container: Any, path: Path) -> Group:
     """Return the group of a container, without its members."""
-    container_type = _type_of(container, path)
-    kind = CONTAINERS[container_type.name].family
-    names: tuple[str, ...] = ()
-    if kind == "dict":
-        names = tuple(as_name(key, path) for key in container)
-        kind += " of int" * (type(next(iter(container), None)) is int)
-    return Group(kind, type=_if_special(container_type), names=names)
-
-
-def _type_of(container: Any, path: Path) -> ContainerType:
-    """Return the type of a container, for subclasses that of the base."""
-    known = (name for name, row in CONTAINERS.items() if row.recognise(container))
-    name = next(known)
-    return ContainerType(name, CONTAINERS[name].details(container, path))
-
-
-def _if_special(container_type: ContainerType) -> ContainerType | None:
-    is_plain = container_type.name in ("dict", "list", "tuple")
-    return None if is_plain else container_type
+    name = next(n for n, row in CONTAINERS.items() if row.recognise(container))
+    row, special = CONTAINERS[name], None
+    if name != row.family:
+        special = ContainerType(name, row.details(container, path))
+    if row.family != "dict":
+        return Group(row.family, type=special)
+    names = tuple(as_name(key, path) for key in container)
+    is_int = type(next(iter(container), None)) is int
+    return Group("dict" + " of int" * is_int, type=special, names=names)
 
 
 def keep_versions(old: Any, new: Any) -> None:
@@ -289,32 +275,25 @@ def encode(value: Any, path: Path = ()) -> Nodes:
 
 def encode_node(value: Any, path: Path) -> Group | Leaf:
     """Return the node of a container without its members, or the leaf of a value."""
-    if not is_container(value):
-        return encode_leaf(value, path)
-    kind = numbers_kind(value)
-    if not kind:
-        return group_of(value, path)
-    array = LEAF_KINDS[kind].encode(value)
-    leaf = Leaf(kind, array.dtype, array.shape, array)
-    return dataclasses.replace(leaf, type=_if_special(_type_of(value, path)))
-
-
-def encode_leaf(value: Any, path: Path) -> Leaf:
-    """Return the leaf of an array, a number, text or None; see `encode`."""
+    kind, special = scalar_kind(value), None
+    if is_container(value):
+        kind, group = numbers_kind(value), group_of(value, path)
+        if not kind:
+            return group
+        special = group.type
     if isinstance(value, Typed):
         return dataclasses.replace(leaf_of_array(value.array, path), role=value.role)
-    kind = scalar_kind(value)
     if not kind:
         return leaf_of_array(value, path)
     array = LEAF_KINDS[kind].encode(value)
     if storage(array.dtype) is None:
         raise _unstorable(array.dtype, path)
-    return Leaf(kind, array.dtype, array.shape, array)
+    return Leaf(kind, array.dtype, array.shape, array, type=special)
 
 
 def leaf_of_array(value: Any, path: Path) -> Leaf:
     """Return the leaf of an array of any library, without copying."""
-    if isinstance(value, bool | int | float | complex | str | bytes | np.void):
+    if isinstance(value, bool | int | float | complex | str | bytes | np.generic):
         raise cannot_save(value, path)  # subclasses, such as enumerations
     try:
         array = value.values[0] if isinstance(value, Mirrored) else value
@@ -453,8 +432,8 @@ def _namedtuple(members: Any, details: tuple[str, ...], similar: Any) -> Any:
         raise ValueError(f"a namedtuple {name!r} has {len(members)} fields")
     known = [type(x) for x in similar if getattr(x, "_fields", None) == (*fields,)]
     named = [cls for cls in known if cls.__name__ == name]
-    cls = (*named, *known, None)[0] or _namedtuple_class(name, *fields)
-    return tuple.__new__(cls, members)
+    cls = [*named, *known] or [_namedtuple_class(name, *fields)]
+    return tuple.__new__(cls[0], members)
 
 
 @functools.lru_cache(maxsize=256)
@@ -468,11 +447,6 @@ def _namedtuple_class(name: str, *fields: str) -> Any:
     if made._fields != fields:
         raise ValueError(f"{fields} cannot be the fields of a namedtuple")
     return made
-
-
-def _has_versions(container: Any) -> bool:
-    is_ordered = type(container) is collections.OrderedDict
-    return is_ordered and getattr(container, METADATA, None) is not None
 
 
 def _versions_text(container: Any, path: Path) -> tuple[str]:
@@ -494,14 +468,6 @@ def _state_dict(members: Any, details: tuple[str, ...], _: Any) -> Any:
     return made
 
 
-def _maxlen(container: Any, _: Path) -> tuple[str, ...]:
-    return () if container.maxlen is None else (str(container.maxlen),)
-
-
-def _is(cls: type) -> Callable[[Any], bool]:
-    return lambda container: type(container) is cls
-
-
 def _only(cls: type) -> Callable[..., Any]:
     return lambda members, *_: cls(members)
 
@@ -509,9 +475,12 @@ def _only(cls: type) -> Callable[..., Any]:
 def _like(name: str, cls: type) -> Callable[..., Any]:
     """Return a function that makes a container of a similar one's class, else `cls`."""
 
-    def make(members: Any, _: Any, similar: tuple[Any, ...]) -> Any:
-        first = similar[0] if similar and is_container(similar[0]) else None
-        if type(first) is cls or first is None or _type_of(first, ()).name != name:
+    def make(members: Any, _: Any, similar: Any) -> Any:
+        first: Any = similar[0] if similar else None
+        if type(first) is cls or not is_container(first):
+            return cls(members)
+        group = group_of(first, ())
+        if (group.family, group.type) != (name, None):
             return cls(members)
         if not isinstance(first, dict | list):
             return type(first)(members)
@@ -523,66 +492,67 @@ def _like(name: str, cls: type) -> Callable[..., Any]:
     return make
 
 
-def _nothing(*_: Any) -> tuple[str, ...]:
-    return ()
-
-
+_OrderedDict, _deque = collections.OrderedDict, collections.deque
 CONTAINERS = {
     "namedtuple": ContainerKind(
         "tuple",
         lambda x: isinstance(x, tuple) and hasattr(x, "_fields"),
         lambda x, _: (type(x).__name__, *x._fields),
         _namedtuple,
-        is_ordered=False,
+        False,
     ),
     "deque": ContainerKind(
         "list",
-        _is(collections.deque),
-        _maxlen,
-        lambda members, details, _: collections.deque(members, *map(int, details)),
-        is_ordered=False,
+        lambda x: type(x) is _deque,
+        lambda x, _: () if x.maxlen is None else (str(x.maxlen),),
+        lambda members, details, _: _deque(members, *map(int, details)),
+        False,
     ),
     "state_dict": ContainerKind(
-        "dict", _has_versions, _versions_text, _state_dict, is_ordered=True
+        "dict",
+        lambda x: type(x) is _OrderedDict and getattr(x, METADATA, None) is not None,
+        _versions_text,
+        _state_dict,
+        True,
     ),
     "OrderedDict": ContainerKind(
         "dict",
-        _is(collections.OrderedDict),
-        _nothing,
-        _only(collections.OrderedDict),
-        is_ordered=True,
+        lambda x: type(x) is _OrderedDict,
+        lambda *_: (),
+        _only(_OrderedDict),
+        True,
     ),
     "defaultdict": ContainerKind(
         "dict",
-        _is(collections.defaultdict),
+        lambda x: type(x) is collections.defaultdict,
         _factory_name,
         _defaultdict,
-        is_ordered=False,
+        False,
     ),
     "Counter": ContainerKind(
         "dict",
-        _is(collections.Counter),
-        _nothing,
+        lambda x: type(x) is collections.Counter,
+        lambda *_: (),
         _only(collections.Counter),
-        is_ordered=False,
+        False,
     ),
     # All others, without a ContainerType; subclasses come back where a similar one is
     "dict": ContainerKind(
         "dict",
         lambda x: isinstance(x, Mapping),
-        _nothing,
+        lambda *_: (),
         _like("dict", dict),
-        is_ordered=False,
+        False,
     ),
     "tuple": ContainerKind(
         "tuple",
         lambda x: isinstance(x, tuple),
-        _nothing,
+        lambda *_: (),
         _like("tuple", tuple),
-        is_ordered=False,
+        False,
     ),
     "list": ContainerKind(
-        "list", is_container, _nothing, _like("list", list), is_ordered=False
+        "list", is_container, lambda *_: (), _like("list", list), False
     ),
 }
 
@@ -613,10 +583,6 @@ class LeafKind(NamedTuple):
     shown: str
 
 
-def _hex(array: Any) -> str:
-    return str(arrays.value_bytes(array).tobytes().hex())
-
-
 def _bytes_array(data: bytes) -> Any:
     return np.frombuffer(data, np.uint8)
 
@@ -629,23 +595,20 @@ def _text_of(array: Any) -> str:
     return str(array.tobytes().decode("utf-8", "surrogatepass"))
 
 
-def _int_array(value: int) -> Any:
-    is_large = value.bit_length() > 63
-    return _bytes_array(f"{value:#x}".encode()) if is_large else np.asarray(value, "i8")
+_NUMBERS = {"bool": "b1", "int": "i8", "float": "f8", "complex": "c16"}
+_ONE = False, "", "one {0.kind}"  # the last fields of a kind of single values
 
 
-def _int_of(array: Any) -> int:
-    return int(array.tobytes(), 16) if array.dtype == np.uint8 else int(array)
-
-
-def _number(cls: type, dtype: str) -> LeafKind:
+def _number(cls: Any, dtype: str) -> LeafKind:
     encode = functools.partial(np.asarray, dtype=dtype)
-    return LeafKind(cls, encode, cls, (f"{dtype[0]}0",), _hex, False, False, "", _SHOWN)
+    form = f"{dtype[0]}0"
+    return LeafKind(
+        cls, encode, cls, (form,), lambda x: x.tobytes().hex(), False, *_ONE
+    )
 
 
-def _text(cls: type, encode: Any, decode: Any, *, is_text: bool) -> LeafKind:
-    how = ("u1",), arrays.checksum, is_text, False, "", _SHOWN
-    return LeafKind(cls, encode, decode, *how)
+def _text(cls: type, encode: Any, decode: Any, is_text: bool) -> LeafKind:
+    return LeafKind(cls, encode, decode, ("u1",), arrays.checksum, is_text, *_ONE)
 
 
 def _several(family: str, element: str, dtype: str) -> LeafKind:
@@ -656,41 +619,53 @@ def _several(family: str, element: str, dtype: str) -> LeafKind:
 
     decode: Callable[[Any], Any] = np.ndarray.tolist if dtype else list
     forms = (f"{dtype[0]}1",) if dtype else ()
-    shown = f"a {family} of {{0.shape[0]}} {element}"
-    how = forms, arrays.checksum, False, False, family, shown
-    return LeafKind(None, encode, decode, *how)
+    how = (
+        arrays.checksum,
+        False,
+        False,
+        family,
+        f"a {family} of {{0.shape[0]}} {element}",
+    )
+    return LeafKind(None, encode, decode, forms, *how)
 
 
-_SHOWN = "one {0.kind}"
-_NUMBERS = {"bool": "b1", "int": "i8", "float": "f8", "complex": "c16"}
-_SUM = arrays.checksum
 LEAF_KINDS = {
-    "None": _text(
-        type(None), lambda _: _bytes_array(b""), lambda _: None, is_text=True
+    "None": _text(type(None), lambda _: _bytes_array(b""), lambda _: None, True),
+    **{name: _number(getattr(builtins, name), kind) for name, kind in _NUMBERS.items()},
+    "int": LeafKind(  # large ones as text
+        int,
+        lambda x: (
+            np.asarray(x, "i8")
+            if x.bit_length() < 64
+            else _bytes_array(f"{x:#x}".encode())
+        ),
+        lambda x: int(x.tobytes(), 16) if x.dtype == np.uint8 else int(x),
+        ("i0", "u1"),
+        lambda x: x.tobytes().hex(),
+        True,
+        *_ONE,
     ),
-    "bool": _number(bool, "b1"),
-    "int": LeafKind(
-        int, _int_array, _int_of, ("i0", "u1"), _SUM, True, False, "", _SHOWN
-    ),
-    "float": _number(float, "f8"),
-    "complex": _number(complex, "c16"),
-    "str": _text(str, _text_array, _text_of, is_text=True),
-    "np.str_": _text(
-        np.str_, _text_array, lambda x: np.str_(_text_of(x)), is_text=True
-    ),
-    "bytes": _text(bytes, _bytes_array, np.ndarray.tobytes, is_text=False),
-    "np.bytes_": _text(
-        np.bytes_, _bytes_array, lambda x: np.bytes_(x.tobytes()), is_text=False
-    ),
+    "str": _text(str, _text_array, _text_of, True),
+    "np.str_": _text(np.str_, _text_array, lambda x: np.str_(_text_of(x)), True),
+    "bytes": _text(bytes, _bytes_array, np.ndarray.tobytes, False),
+    "np.bytes_": _text(np.bytes_, _bytes_array, lambda x: np.bytes_(bytes(x)), False),
     "array scalar": LeafKind(
-        None, np.asarray, lambda x: x[()], (), _hex, False, True, "", _SHOWN
+        None,
+        np.asarray,
+        lambda x: x[()],
+        (),
+        lambda x: arrays.value_bytes(x).tobytes().hex(),  # perhaps with padding
+        False,
+        True,
+        "",
+        "one {0.kind}",
     ),
     "array": LeafKind(
         None,
         np.asarray,
         np.asarray,
         (),
-        _SUM,
+        arrays.checksum,
         False,
         True,
         "",
@@ -741,7 +716,7 @@ def decode_leaf(leaf: Leaf, values: Mapping[int, Any]) -> Any:
     Raises:
       ValueError, TypeError: the leaf is damaged.
     """
-    array, row = values.get(id(leaf), leaf.array), leaf.row
+    array, row = values.get(id(leaf), leaf.array), LEAF_KINDS[leaf.kind]
     if row.forms and f"{leaf.dtype.kind}{len(leaf.shape)}" not in row.forms:
         raise ValueError(f"a {leaf.kind} has dtype {leaf.dtype}, shape {leaf.shape}")
     is_typed = leaf.role in (TENSOR, NDARRAY)
