@@ -20,7 +20,12 @@ from mpidist.checkpoint.state import (
 from mpidist.checkpoint.tree import Tracked, escape
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.topology import job_size
-from mpidist.context import get_strategy, has_strategy, require_cross_replica
+from mpidist.context import (
+    default_strategy,
+    get_strategy,
+    has_strategy,
+    require_cross_replica,
+)
 from mpidist.data.distributed.converted import ConvertedIterator
 from mpidist.data.distributed.iterator import DistributedIterator
 from mpidist.errors import ArgumentError, ArgumentTypeError
@@ -44,11 +49,15 @@ class Checkpoint(Tracked):
     - numbers, text, bytes, None, and dicts, lists and tuples of all of these. They must
       be equal on all ranks. Numbers cannot change in place, so read `checkpoint.step`
       after restoring. A dict or list of only numbers and text is replaced by the saved
-      one, whatever its content. None is replaced by any saved value.
+      one, whatever its content. None is replaced by any saved value. A dict gets the
+      order that it had when it was saved, on rank 0 if ranks differ; new keys come
+      last. A list or tuple of numbers of one type is one dataset.
     - `PerReplica` values: one per rank.
     - random generators: `np.random.Generator`, `RandomState`, `random.Random`; and
       objects with `get_state()` and `set_state(state)`, such as dataset iterators. The
       state is a nest of arrays, numbers and text, and may differ between ranks.
+      Namedtuples get the classes of the object's state before, and defaultdicts its
+      functions; without them a namedtuple gets a new class, a defaultdict is refused.
     - objects with `state_dict()` and `load_state_dict(state)`, such as PyTorch's models
       and optimizers. The same rules apply.
     - another Checkpoint.
@@ -163,20 +172,22 @@ class Checkpoint(Tracked):
         """The strategy whose ranks save and restore.
 
         Raises:
-          ArgumentError: there is no strategy, and the job has several ranks.
+          ArgumentError: the job has several ranks, and there is no strategy, or the
+            variables were created outside `strategy.scope()`.
         """
         if self._strategy is None:
             # The strategy of the first variable, whatever the scope of the checkpoint.
             self._strategy = strategy_of(self)
-        if self._strategy is not None:
-            return self._strategy
-        # One rank needs no strategy.
-        if job_size() > 1:
+        # One rank needs no strategy. Several would all write the same file.
+        if job_size() > 1 and self._strategy in (None, default_strategy()):
+            is_local = self._strategy is not None
+            what = "of variables of one rank" if is_local else "without variables"
             raise ArgumentError(
-                "a Checkpoint without variables needs a strategy: pass strategy=..., "
-                "or create the Checkpoint in strategy.scope()"
+                f"a Checkpoint {what} needs a strategy: create the variables and the "
+                "Checkpoint in strategy.scope(), or pass strategy=...; for a file of "
+                "each rank that of MirroredStrategy(communicator=MPI.COMM_SELF)"
             )
-        return get_strategy()
+        return self._strategy or get_strategy()
 
     def write(self, file_prefix: str | os.PathLike[str]) -> str:
         """Save the objects to one path; return the path. Collective.

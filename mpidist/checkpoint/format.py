@@ -31,7 +31,7 @@ import h5py
 import numpy as np
 
 from mpidist.checkpoint.tree import (
-    STORED_AS_TEXT,
+    LEAF_KINDS,
     Group,
     Leaf,
     Link,
@@ -653,7 +653,7 @@ def lay_out(
         alignment_interval=_ALIGNMENT,
     ) as file:
         file.attrs.update(attributes)
-        for path, node in nodes.items():
+        for path, node in _in_order(nodes):
             placed += _create(file, path, node, shards)
         file.flush()
         size = file.id.get_filesize()
@@ -679,6 +679,21 @@ def lay_out(
     return FileLayout(image, user_block_bytes, size, data)
 
 
+def _in_order(nodes: Nodes) -> Iterator[tuple[Path, Any]]:
+    """Yield nodes in the order in which HDF5 has to get the members of dicts."""
+    names: dict[Path, list[str]] = {}
+    for path in nodes:
+        if path:
+            names.setdefault(path[:-1], []).append(path[-1])
+    waiting: list[Path] = [()] if nodes else []
+    while waiting:
+        path = waiting.pop()
+        node = nodes[path]
+        yield path, node
+        below = getattr(node, "names", ()) or names.get(path, ())
+        waiting += [(*path, name) for name in reversed(below)]
+
+
 def _create(
     file: h5py.File, path: Path, node: Any, shards: Sequence[str]
 ) -> Iterator[tuple[int, Any]]:
@@ -689,9 +704,12 @@ def _create(
         file[name] = h5py.ExternalLink(shards[node.shard], name)
         return
     if isinstance(node, Group):
-        made = file.require_group(name)
-        if node.type is not None:
-            made.attrs["type"] = json.dumps(node.type)
+        made = file
+        if path:
+            how = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+            # HDF5 keeps the order of a dict
+            how.set_link_creation_order(h5py.h5p.CRT_ORDER_TRACKED * bool(node.names))
+            made = h5py.Group(h5py.h5g.create(file.id, name.encode(), gcpl=how))
     elif isinstance(node, Split):
         made = _create_virtual(file, name, node, shards)
         node = node.leaf
@@ -703,6 +721,8 @@ def _create(
             # HDF5 has allocated the range already; its bytes are written past HDF5.
             yield made.id.get_offset(), flat.view(np.uint8)
     made.attrs["kind"] = node.kind
+    if node.type is not None and (isinstance(node, Group) or node.family):
+        made.attrs["type"] = json.dumps(node.type)
     if node.role:
         made.attrs["role"] = node.role
     # Only dtypes that HDF5 does not give back as they were.
@@ -732,9 +752,9 @@ def _create_virtual(
 
 def _create_contiguous(file: h5py.File, name: str, leaf: Leaf) -> h5py.Dataset:
     """Create a contiguous dataset, whose range of the file is allocated at once."""
-    is_text = leaf.dtype == np.uint8 and leaf.kind in STORED_AS_TEXT
+    is_text = leaf.dtype == np.uint8 and LEAF_KINDS[leaf.kind].is_text
     # A null dataspace: None, and empty text, have no bytes.
-    if leaf.kind == "None" or (is_text and not leaf.size_bytes):
+    if is_text and not leaf.size_bytes:
         space = h5py.h5s.create(h5py.h5s.NULL)
         dtype = np.dtype(np.int8)
     elif is_text:

@@ -7,6 +7,7 @@ in pieces, each by one rank, which broadcasts it.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import io
 import json
 import math
@@ -33,10 +34,9 @@ from mpidist.checkpoint.format import (
     read_header_bytes,
 )
 from mpidist.checkpoint.tree import (
+    CONTAINERS,
     DEEPEST,
-    FAMILIES,
-    SCALARS,
-    STORED_AS_TEXT,
+    LEAF_KINDS,
     ContainerType,
     Group,
     Leaf,
@@ -138,12 +138,18 @@ class _Reader:
         kind, role = _attributes(group)
         if kind not in _GROUP_KINDS:
             raise ValueError(f"group {path!r} has kind {kind!r}")
-        names = list(group)
+        container_type, keys = _container_type(group, kind.partition(" ")[0])
+        names = list(group)  # in their order if HDF5 has kept it
+        if keys and sorted(keys) != sorted(names):
+            raise ValueError(f"the saved order of keys of {path!r} does not match")
+        is_ordered = keys or group.id.get_create_plist().get_link_creation_order()
+        names = keys or names
         # Lists have their order by number; HDF5 sorts names as text.
-        if kind in ("list", "tuple", "ranks"):
+        if not kind.startswith("dict"):
             names = [str(i) for i in range(len(names))]
         children = {name: self._node(group, name, f"{path}/{name}") for name in names}
-        return Group(kind, children, role, _container_type(group, kind))
+        order = tuple(names) if is_ordered else ()
+        return Group(kind, children, role, container_type, order)
 
     def _node(self, group: h5py.Group, name: str, path: str) -> Node:
         link = group.get(name, getlink=True)
@@ -166,16 +172,20 @@ class _Reader:
 
     def _leaf(self, dataset: h5py.Dataset, path: str) -> Leaf:
         kind, role = _attributes(dataset)
-        if kind not in (*SCALARS, "array"):
+        if kind not in LEAF_KINDS:
             raise ValueError(f"dataset {path!r} has kind {kind!r}")
         if _has_foreign_floats(dataset.id.get_type()):
             raise CheckpointError(
                 f"{self._name}: {path.strip('/')!r} has long doubles of another kind "
                 "of processor; convert them to float64 where they were saved"
             )
-        if dataset.is_virtual:
-            return self._split_leaf(dataset, path, kind, role)
-        return self._plain_leaf(dataset, path, kind, role)
+        read = self._split_leaf if dataset.is_virtual else self._plain_leaf
+        leaf = read(dataset, path, kind, role)
+        if leaf.family:
+            return dataclasses.replace(
+                leaf, type=_container_type(dataset, leaf.family)[0]
+            )
+        return leaf
 
     def _plain_leaf(
         self, dataset: h5py.Dataset, path: str, kind: str, role: str
@@ -274,19 +284,25 @@ def _attributes(node: Any) -> tuple[str, str]:
     return str(node.attrs["kind"]), str(node.attrs.get("role", ""))
 
 
-def _container_type(group: h5py.Group, kind: str) -> ContainerType | None:
-    """Return the type of a group's container; older versions did not save it."""
-    if "type" not in group.attrs:
-        return None
-    name, details = json.loads(group.attrs["type"])
+def _container_type(
+    node: h5py.Group | h5py.Dataset, family: str
+) -> tuple[ContainerType | None, list[str]]:
+    """Return the type of a container, and the keys that older versions saved with it.
+
+    The oldest saved no type.
+    """
+    if "type" not in node.attrs:
+        return None, []
+    name, details = json.loads(node.attrs["type"])
     # Only types from our own table: a file cannot name a class to be made.
-    if FAMILIES.get(name) != kind.removesuffix(" of int"):
-        raise ValueError(f"group {group.name!r} is a {kind} with type {name!r}")
+    if name not in CONTAINERS or CONTAINERS[name].family != family:
+        raise ValueError(f"{node.name!r} is a {family} with type {name!r}")
     if not all(type(text) is str for text in details):
-        raise ValueError(f"group {group.name!r} has type {name!r} with {details!r}")
+        raise ValueError(f"{node.name!r} has type {name!r} with {details!r}")
     if name == "state_dict" and type(json.loads(details[0])) is not dict:
-        raise ValueError(f"group {group.name!r} has no versions of modules")
-    return ContainerType(name, tuple(details))
+        raise ValueError(f"{node.name!r} has no versions of modules")
+    keys = details[name == "state_dict" :] if CONTAINERS[name].is_ordered else []
+    return ContainerType(name, tuple(details[: len(details) - len(keys)])), keys
 
 
 def _original(
@@ -305,7 +321,7 @@ def _dtype_and_shape(
     """Return the dtype and shape of the array that the dataset stores."""
     if dataset.shape is None:
         return np.dtype(np.uint8), (0,)
-    if dataset.attrs["kind"] in STORED_AS_TEXT and dataset.dtype.kind == "S":
+    if LEAF_KINDS[dataset.attrs["kind"]].is_text and dataset.dtype.kind == "S":
         return np.dtype(np.uint8), (dataset.dtype.itemsize,)
     return _original(dataset, dataset.dtype, dataset.shape)
 

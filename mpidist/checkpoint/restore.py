@@ -30,8 +30,8 @@ from mpidist.checkpoint.state import (
 )
 from mpidist.checkpoint.tree import (
     DEEPEST,
+    LEAF_KINDS,
     METADATA,
-    SCALARS,
     Group,
     Leaf,
     Node,
@@ -44,6 +44,7 @@ from mpidist.checkpoint.tree import (
     keep_versions,
     leaves,
     readable,
+    scalar_kind,
     versions_of,
 )
 from mpidist.comm.consensus.consensus import Consensus
@@ -59,6 +60,7 @@ from mpidist.values import Mirrored, PerReplica
 
 # Changes an object in place, or returns another one to replace it
 Change = Callable[[], Any]
+_DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 
 
 class Deferred:
@@ -94,6 +96,7 @@ class RestorePlan:
         self.deferred: list[Deferred] = []
         # Those with set_state, and their new states
         self.objects: list[tuple[Path, Any, Deferred]] = []
+        self.states: dict[int, Any] = {}  # copies of their present ones, by id
         # Objects that change in place, by id, with the first place where each stands
         self._first_places: dict[int, tuple[Any, Path, Node]] = {}
         # Arrays that change in place, and what replaces one that must not
@@ -143,7 +146,7 @@ class RestorePlan:
     def _is_same(self, a: Node, b: Node) -> bool:
         """Return whether two nodes have the same values, as far as they were read."""
         if isinstance(a, Leaf) and isinstance(b, Leaf):
-            if (a.kind, a.dtype, a.shape) != (b.kind, b.dtype, b.shape):
+            if (a.kind, a.dtype, a.shape, a.type) != (b.kind, b.dtype, b.shape, b.type):
                 return False
             values = [self.values.get(id(x), x.array) for x in (a, b)]
             if any(value is None for value in values):
@@ -153,7 +156,7 @@ class RestorePlan:
             return False
         names = a.children.keys() & b.children.keys()
         # A RandomState has more than the bit generator that it shares with a Generator
-        is_fit = names == a.children.keys() | b.children.keys() or a.role == GENERATOR
+        is_fit = list(a.children) == list(b.children) or a.role == GENERATOR
         return (
             is_fit
             and (a.kind, a.role, a.type) == (b.kind, b.role, b.type)
@@ -200,7 +203,7 @@ class RestorePlan:
             return self._mirrored(value, node, path)
         if not isinstance(value, np.ndarray) and state_methods(value):
             return self._object(value, node, path)
-        if _is_scalar(value):
+        if scalar_kind(value):
             return self._plain(value, node, path)
         return self._array(value, node, path)
 
@@ -298,10 +301,17 @@ class RestorePlan:
     def _object(self, value: Any, node: Node, path: Path) -> Change:
         states = self._states(node, path, OBJECT)
         state = node if states is None else self._of_this_rank(states, path)
-        is_one = isinstance(state, Group) and state.role == f"{OBJECT} of one"
-        # A state that is a single number was wrapped in a tuple.
-        read = self._decoded(state, path, is_local=states is not None)
-        new = self._defer(path, lambda: read()[0] if is_one else read())
+        self._need(state, is_local=states is not None)
+
+        # With the classes of the object's present state: a file contains no code.
+        def read() -> Any:
+            now = self.states[id(value)]
+            # A state that is a single number was wrapped in a tuple.
+            if isinstance(state, Group) and state.role == f"{OBJECT} of one":
+                return decode(state, self.values, (now,))[0]
+            return decode(state, self.values, now)
+
+        new = self._defer(path, read)
         self.objects.append((path, value, new))
         return lambda: value
 
@@ -351,6 +361,8 @@ class RestorePlan:
         children = children_of(value, path) or {}
         is_dict = isinstance(value, Mapping | Tracked)
         kinds = ("dict", "dict of int") if is_dict else ("list", "tuple")
+        if isinstance(node, Leaf) and node.family in kinds:
+            self._fail(path, f"{len(children)} elements of several types", node)
         if not isinstance(node, Group) or node.kind not in kinds or node.role:
             self._fail(path, f"a {kinds[0]}", node)
         # Lists are matched by position, so their lengths must agree.
@@ -372,6 +384,7 @@ class RestorePlan:
 
         def change() -> Any:
             new = change_children(value, changes)
+            _reorder(new, node.names)
             if versions is not None and isinstance(new, collections.OrderedDict):
                 setattr(new, METADATA, versions)
             return new
@@ -380,9 +393,9 @@ class RestorePlan:
 
     def _plain(self, value: Any, node: Node, path: Path) -> Change:
         """Match numbers and text, or a nest of them, which is replaced as a whole."""
-        is_leaf = isinstance(node, Leaf) and node.kind in SCALARS
+        is_one = isinstance(node, Leaf) and not node.family and node.kind != "array"
         is_fit = value is None or (
-            _is_same_container(value, node) if is_container(value) else is_leaf
+            _is_same_container(value, node) if is_container(value) else is_one
         )
         # A state of an object never becomes a plain value by accident.
         is_own_state = isinstance(node, Group) and (node.role or node.kind == "ranks")
@@ -408,7 +421,7 @@ class RestorePlan:
     ) -> Leaf:
         """Return the leaf of an array, and register it to be read."""
         expected = f"an array of {dtype} {shape}"
-        if not isinstance(node, Leaf) or node.kind not in ("array", "array scalar"):
+        if not isinstance(node, Leaf) or not LEAF_KINDS[node.kind].is_array:
             self._fail(path, expected, node)
         if (node.dtype, node.shape) != (dtype, shape):
             self._fail(path, expected, node)
@@ -450,9 +463,7 @@ def _describe(node: Node | None) -> str:
     if node is None:
         return "nothing with that name in the file"
     if isinstance(node, Leaf):
-        if node.kind == "array":
-            return f"an array of {node.dtype} {node.shape}"
-        return node.kind if node.kind == "None" else f"one {node.kind}"
+        return LEAF_KINDS[node.kind].shown.format(node)
     if node.kind == "ranks":
         return f"states of {len(node.children)} ranks"
     if node.role:
@@ -467,24 +478,17 @@ def _describe_value(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _is_scalar(value: Any) -> bool:
-    """Return whether `value` is a number, text or None."""
-    is_python = type(value) in (bool, int, float, complex, str, bytes)
-    return value is None or is_python or isinstance(value, np.generic)
-
-
 def _is_plain(value: Any, depth: int = 0) -> bool:
     """Return whether a nest contains only numbers, text and None."""
     if not is_container(value):
-        return _is_scalar(value)
+        return bool(scalar_kind(value))
     elements = value.values() if isinstance(value, Mapping) else value
     return depth < DEEPEST and all(_is_plain(x, depth + 1) for x in elements)
 
 
 def _is_same_container(value: Any, node: Node) -> bool:
-    if not isinstance(node, Group):
-        return False
-    return node.kind.startswith("dict") == isinstance(value, Mapping)
+    families = ("dict",) if isinstance(value, Mapping) else ("list", "tuple")
+    return node.family in families
 
 
 def _is_view(array: Any, value: Any) -> bool:
@@ -513,6 +517,18 @@ def update_in_place(value: Any, new: Any) -> Any:
     if hasattr(value, "_fields") and type(new) is tuple:  # saved by an older version
         return type(value)(*new) if len(new) == len(value._fields) else new
     return new
+
+
+def _reorder(value: Any, names: Sequence[str]) -> None:
+    """Give a dict of Python the order of these names; other keys come last."""
+    if type(value) not in _DICTS or not names:
+        return
+    keys = {as_name(key, ()): key for key in value}
+    order = [keys.pop(name) for name in names if name in keys]
+    order += keys.values()
+    if list(value) != order:
+        for key in order:
+            value[key] = value.pop(key)
 
 
 def change_children(value: Any, changes: Mapping[str, Change]) -> Any:
@@ -649,6 +665,8 @@ def restore(
     # ranks.
     change = consensus.run(operation, plan.match, tracked, tree, same=needed)
     plan.values = load(extended, operation, index.parent, plan.shared, plan.local)
+    with enter(strategy):
+        _get_states(consensus, operation, plan)
     # All that may still fail is computed before the first object changes; after this
     # all ranks have all new values.
     consensus.run(operation, _compute, plan, index)
@@ -673,16 +691,21 @@ def _compute(plan: RestorePlan, index: pathlib.Path) -> None:
     plan.separate()
 
 
-def _set_states(consensus: Consensus, operation: str, plan: RestorePlan) -> None:
-    """Call `set_state` of all objects; undo all calls if one raises. Collective."""
+def _get_states(consensus: Consensus, operation: str, plan: RestorePlan) -> None:
+    """Keep copies of the present states of all objects. Collective."""
     if not plan.objects:
         return
 
     # Deep copies: set_state may change what get_state has returned.
-    def get_states() -> list[Any]:
-        return [copy.deepcopy(read_state(value)) for _, value, _ in plan.objects]
+    def get_states() -> dict[int, Any]:
+        objects = {id(value): value for _, value, _ in plan.objects}
+        return {i: copy.deepcopy(read_state(value)) for i, value in objects.items()}
 
-    before = consensus.run(operation, get_states)
+    plan.states = consensus.run(operation, get_states)
+
+
+def _set_states(consensus: Consensus, operation: str, plan: RestorePlan) -> None:
+    """Call `set_state` of all objects; undo all calls if one raises. Collective."""
     for i, (path, value, new) in enumerate(plan.objects):
         where = f"{operation} of {readable(path)}"
         try:
@@ -690,5 +713,6 @@ def _set_states(consensus: Consensus, operation: str, plan: RestorePlan) -> None
         # Undo in reverse order, on all ranks: every rank is in the same call of `run`.
         except Exception:
             for j in range(i, -1, -1):
-                consensus.run(where, write_state, plan.objects[j][1], before[j])
+                value = plan.objects[j][1]
+                consensus.run(where, write_state, value, plan.states[id(value)])
             raise

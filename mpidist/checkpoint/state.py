@@ -7,6 +7,7 @@ is not imported here: a program with such objects has imported it.
 
 from __future__ import annotations
 
+import array
 import collections
 import dataclasses
 import functools
@@ -22,10 +23,10 @@ import numpy as np
 
 from mpidist.checkpoint.overlaps import Write
 from mpidist.checkpoint.tree import (
+    LEAF_KINDS,
     METADATA,
     NDARRAY,
     TENSOR,
-    TEXTS,
     Group,
     Leaf,
     Link,
@@ -34,12 +35,13 @@ from mpidist.checkpoint.tree import (
     Tracked,
     Typed,
     as_name,
+    cannot_save,
     encode,
-    encode_leaf,
-    group_of,
+    encode_node,
     is_container,
     keep_versions,
     leaf_of_array,
+    numbers_kind,
     readable,
     walk,
 )
@@ -118,7 +120,9 @@ class Attributes(Tracked):
                 yield from child.kinds(below)
             elif child is not None:
                 for place, value in walk(child, below):
-                    if not is_container(value) and not isinstance(value, Tracked):
+                    if numbers_kind(value):
+                        yield from (((*place, str(i)), True) for i in range(len(value)))
+                    elif not is_container(value) and not isinstance(value, Tracked):
                         yield place, True
             elif isinstance(member, bool | int | float | complex | np.generic):
                 yield below, False
@@ -253,7 +257,7 @@ def nodes_of(objects: Mapping[str, Any], strategy: Strategy) -> Nodes:
     nodes: Nodes = {}
     for path, value in walk(dict(objects)):
         if is_container(value):
-            node: Group | Leaf | PerRankState = group_of(value, path)
+            node: Group | Leaf | PerRankState = encode_node(value, path)
         elif isinstance(value, Tracked):
             node = Group("dict")
         elif isinstance(value, Variable):
@@ -267,18 +271,24 @@ def nodes_of(objects: Mapping[str, Any], strategy: Strategy) -> Nodes:
         elif not isinstance(value, Mirrored | np.ndarray) and state_methods(value):
             node = PerRankState(_nodes_of_state(read_state(value), OBJECT, path), True)
         else:
-            node = encode_leaf(value, path)
+            node = encode_node(value, path)
         nodes[path] = node
     return nodes
 
 
+# Of a state these would come back as plain arrays: without units, not as bytes
+_ALIKE = (np.ndarray, bytearray, memoryview, array.array)
+
+
 def _nodes_of_state(state: Any, role: str, path: Path) -> Nodes:
-    if not is_container(state):  # such as one number: a group has the role
-        group = Group("tuple", role=role + " of one")
-        return {path: group, (*path, "0"): encode_leaf(state, path)}
     nodes = encode(state, path)
-    nodes[path] = dataclasses.replace(nodes[path], role=role)
-    return nodes
+    for place, value in walk(state, path):
+        if isinstance(value, _ALIKE) and type(value) not in (np.ndarray, np.memmap):
+            raise cannot_save(value, place)
+    if isinstance(nodes[path], Leaf):  # such as one number: a group has the role
+        group = Group("tuple", role=role + " of one")
+        return {path: group, (*path, "0"): nodes[path]}
+    return {**nodes, path: dataclasses.replace(nodes[path], role=role)}
 
 
 def _variable_leaf(variable: Variable, path: Path, strategy: Strategy) -> Leaf:
@@ -611,16 +621,12 @@ def describe(node: Any, compares: bool) -> str:
     if isinstance(node, PerRankState):
         return "a state"
     if isinstance(node, Group):
-        return node.kind if node.type is None else repr(node.type)
-    text = f"{node.kind} {node.dtype} {node.shape}"
+        return repr(node.facts)
+    text = f"{node.kind} {node.dtype} {node.shape} {node.type or ''}"
     # Frozen values belong to variables, which are equal by construction.
     if node.is_frozen or not compares or not node.size_bytes:
         return text
-    if node.kind == "array" or node.kind in TEXTS:
-        return f"{text} checksum {arrays.checksum(node.array)}"
-    is_any = node.kind == "array scalar"  # perhaps with padding
-    array = arrays.value_bytes(node.array) if is_any else node.array
-    return f"{node.kind} {array.tobytes().hex()}"
+    return f"{text} {LEAF_KINDS[node.kind].compare(node.array)}"
 
 
 def join_ranks(
@@ -680,9 +686,10 @@ def digest(nodes: Nodes) -> tuple[bytes, int]:
     hashed, size_bytes = hashlib.blake2b(digest_size=16), 0
     for path, node in nodes.items():
         if isinstance(node, Group):  # types of containers count as well
-            hashed.update(repr((path, node.kind, node.role, node.type)).encode())
+            hashed.update(repr((path, node.facts)).encode())
             continue
-        hashed.update(repr((path, node.kind, str(node.dtype), node.shape)).encode())
+        facts = path, node.kind, str(node.dtype), node.shape, node.type
+        hashed.update(repr(facts).encode())
         if node.size_bytes:
             hashed.update(arrays.checksum(node.array).encode())
             size_bytes += node.size_bytes

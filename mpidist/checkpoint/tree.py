@@ -5,13 +5,15 @@
     Python                       node
     dict                         Group "dict", or "dict of int" if the keys are integers
     list, tuple                  Group "list", "tuple"; the names are 0, 1, ...
+    the same, of equal types     Leaf "list of float", ...
     OrderedDict, deque, ...      the same, with a ContainerType
-    None, bool, int, float, ...  Leaf of that kind; large integers and text are bytes
     a module's state_dict        the same, with the versions of modules
+    None, bool, int, float, ...  Leaf of that kind; large integers and text are bytes
     NumPy's scalars              Leaf "array scalar"
     arrays                       Leaf "array"
 
-The nodes of a state that is saved are listed by path: one walk yields them, and all
+What a kind of leaf or a type of container is, `LEAF_KINDS` and `CONTAINERS` say. The
+nodes of a state that is saved are listed by path: one walk yields them, and all
 that follows goes through this list. A file that is read is a tree.
 
 Nothing here communicates or accesses files.
@@ -19,8 +21,10 @@ Nothing here communicates or accesses files.
 
 from __future__ import annotations
 
+import builtins
 import collections
 import contextlib
+import copy
 import dataclasses
 import functools
 import json
@@ -43,10 +47,6 @@ from mpidist.errors import (
 from mpidist.util.validation import shown
 from mpidist.values import Mirrored
 
-STORED_AS_TEXT = ("str", "np.str_", "int")  # of int, only large ones
-TEXTS = ("str", "bytes", "np.str_", "np.bytes_")
-SCALARS = ("None", "bool", "int", "float", "complex", *TEXTS, "array scalar")
-_NUMBERS = {"bool": np.bool_, "float": np.float64, "complex": np.complex128}
 DEEPEST = 60
 
 
@@ -77,12 +77,13 @@ class Leaf:
     """An array, or a value that is stored as one.
 
     Args:
-      kind: "array", or one of `SCALARS`.
+      kind: one of `LEAF_KINDS`.
       dtype, shape: of the array; those of its bytes for text.
       array: of NumPy or CuPy; None if it is in `pieces`, or empty.
       pieces: its bytes in files, if it was not read yet.
       role: "variable"; of an array in a PyTorch state "tensor" or "ndarray"; or empty.
       is_frozen: whether `array` never changes in place.
+      type: of a list of numbers, if not a list or tuple.
     """
 
     kind: str
@@ -92,6 +93,23 @@ class Leaf:
     pieces: tuple[Piece, ...] = ()
     role: str = ""
     is_frozen: bool = False
+    type: ContainerType | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what to pickle: an array as bytes, as NumPy swaps those of others."""
+        data = None if self.array is None else self.array.tobytes()
+        return {**vars(self), "array": data}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if state["array"] is not None:
+            data = bytearray(state["array"])
+            state["array"] = np.ndarray(state["shape"], state["dtype"], data)
+        vars(self).update(state)
+
+    @property
+    def family(self) -> str:
+        """The kind of group that it stands for: "list", "tuple" or empty."""
+        return LEAF_KINDS[self.kind].family
 
     @property
     def size_bytes(self) -> int:
@@ -126,11 +144,9 @@ class ContainerType(NamedTuple):
     """The type of a container other than dict, list and tuple.
 
     Args:
-      name: one of `FAMILIES`.
-      details: names of an OrderedDict's keys, in order, for a state_dict after the
-        versions of its modules as JSON; name of a defaultdict's
-        factory, if built-in; maxlen of a deque, if any; names of a namedtuple's class
-        and fields.
+      name: one of `CONTAINERS`.
+      details: the versions of a state_dict's modules as JSON; name of a defaultdict's
+        factory; maxlen of a deque, if any; names of a namedtuple's class and fields.
     """
 
     name: str
@@ -146,29 +162,30 @@ class Group:
       children: by escaped name, of a group that was read; empty in `Nodes`.
       role: "object" or "generator" for their states, else empty.
       type: of a container other than dict, list and tuple.
+      names: of a dict's members in its order; empty if unknown, as in older files.
     """
 
     kind: str
     children: dict[str, Node] = dataclasses.field(default_factory=dict)
     role: str = ""
     type: ContainerType | None = None
+    names: tuple[str, ...] = ()
+
+    @property
+    def family(self) -> str:
+        """The kind without that of the keys."""
+        return self.kind.partition(" ")[0]
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """What must be equal on all ranks: the order of a dict need not."""
+        is_ordered = self.type is not None and CONTAINERS[self.type.name].is_ordered
+        return self.kind, self.role, self.type, self.names if is_ordered else ()
 
 
 Node = Leaf | Group
 # What is to be saved, by path; each group stands before its members
 Nodes = dict["Path", Any]
-
-FAMILIES: dict[str, str] = {  # the kinds of their groups
-    "OrderedDict": "dict",
-    "state_dict": "dict",
-    "defaultdict": "dict",
-    "Counter": "dict",
-    "deque": "list",
-    "namedtuple": "tuple",
-}
-FACTORIES: dict[str, Callable[[], Any]] = {
-    cls.__name__: cls for cls in (bool, int, float, complex, str, bytes, list, dict)
-}
 
 
 class Tracked:
@@ -188,7 +205,8 @@ def is_container(value: Any) -> bool:
 def children_of(value: Any, path: Path) -> dict[str, Any] | None:
     """Return the members of a container or a Checkpoint by escaped name.
 
-    Those of a dict are sorted. None for other values.
+    Those of a dict are sorted: ranks may have them in another order. None for other
+    values, and for lists of numbers, which are leaves.
 
     Raises:
       ArgumentTypeError: a key that is neither str nor int.
@@ -202,6 +220,8 @@ def children_of(value: Any, path: Path) -> dict[str, Any] | None:
     if isinstance(value, Tracked):
         value = value.objects
     if isinstance(value, list | tuple | collections.deque):
+        if numbers_kind(value):
+            return None
         return {str(i): child for i, child in enumerate(value)}
     if not isinstance(value, Mapping):
         return None
@@ -222,51 +242,15 @@ def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 def group_of(container: Any, path: Path) -> Group:
     """Return the group of a container, without its members."""
-    if isinstance(container, Mapping):
-        is_int = bool(container) and type(next(iter(container))) is int
-        kind = "dict of int" if is_int else "dict"
-    else:
-        kind = "tuple" if isinstance(container, tuple) else "list"
-    if type(container) in (dict, list, tuple):
-        return Group(kind)
-    return Group(kind, type=_container_type(container, path))
-
-
-def _container_type(container: Any, path: Path) -> ContainerType | None:
-    """Return the type of a container; None for dict, list and tuple.
-
-    Supported subclasses: those of `collections`, and namedtuples.
-    """
-    if isinstance(container, tuple):
-        fields = getattr(container, "_fields", None)
-        names = (type(container).__name__, *(fields or ()))
-        return None if fields is None else ContainerType("namedtuple", names)
-    if type(container) is collections.deque:
-        limit = () if container.maxlen is None else (str(container.maxlen),)
-        return ContainerType("deque", limit)
-    if type(container) is collections.OrderedDict:
-        keys = tuple(as_name(key, path) for key in container)
-        versions = getattr(container, METADATA, None)
-        if versions is None:
-            return ContainerType("OrderedDict", keys)
-        return ContainerType("state_dict", (_versions_text(versions, path), *keys))
-    if type(container) is collections.defaultdict:
-        known = [n for n, f in FACTORIES.items() if f is container.default_factory]
-        return ContainerType("defaultdict", tuple(known))
-    is_counter = type(container) is collections.Counter
-    return ContainerType("Counter") if is_counter else None
-
-
-def _versions_text(versions: Any, path: Path) -> str:
-    """Return the `_metadata` of a PyTorch state_dict as JSON."""
-    with contextlib.suppress(TypeError, ValueError):
-        text = json.dumps(versions)
-        if json.loads(text) == versions:
-            return text
-    raise ArgumentTypeError(
-        f"the _metadata of the state_dict {readable(path)} cannot be saved: it must "
-        f"hold numbers and text only, not {shown(versions)}"
-    )
+    name = next(n for n, row in CONTAINERS.items() if row.recognise(container))
+    row, special = CONTAINERS[name], None
+    if name != row.family:
+        special = ContainerType(name, row.details(container, path))
+    if row.family != "dict":
+        return Group(row.family, type=special)
+    names = tuple(as_name(key, path) for key in container)
+    is_int = type(next(iter(container), None)) is int
+    return Group("dict" + " of int" * is_int, type=special, names=names)
 
 
 def keep_versions(old: Any, new: Any) -> None:
@@ -286,44 +270,31 @@ def encode(value: Any, path: Path = ()) -> Nodes:
       ArgumentTypeError: a value of another type. (DTypeError: a dtype.)
       ArgumentError: a key, name or depth that cannot be stored.
     """
-    return {
-        p: group_of(x, p) if is_container(x) else encode_leaf(x, p)
-        for p, x in walk(value, path)
-    }
+    return {p: encode_node(x, p) for p, x in walk(value, path)}
 
 
-def encode_leaf(value: Any, path: Path) -> Leaf:
-    """Return the leaf of an array, a number, text or None; see `encode`."""
-    if value is None:
-        return Leaf("None", np.dtype(np.uint8), (0,))
-    kind = type(value).__name__
-    if type(value) is int and -(1 << 63) <= value < 1 << 63:
-        array = np.asarray(value, np.int64)
-    elif type(value) is int:
-        array = np.frombuffer(f"{value:#x}".encode(), np.uint8)
-    elif type(value) in (str, np.str_):
-        kind = "str" if type(value) is str else "np.str_"
-        array = np.frombuffer(value.encode("utf-8", "surrogatepass"), np.uint8)
-    elif type(value) in (bytes, np.bytes_):
-        kind = "bytes" if type(value) is bytes else "np.bytes_"
-        array = np.frombuffer(value, np.uint8)
-    elif type(value) in (bool, float, complex):
-        array = np.asarray(value, _NUMBERS[kind])
-    elif isinstance(value, Typed):
+def encode_node(value: Any, path: Path) -> Group | Leaf:
+    """Return the node of a container without its members, or the leaf of a value."""
+    kind, special = scalar_kind(value), None
+    if is_container(value):
+        kind, group = numbers_kind(value), group_of(value, path)
+        if not kind:
+            return group
+        special = group.type
+    if isinstance(value, Typed):
         return dataclasses.replace(leaf_of_array(value.array, path), role=value.role)
-    elif isinstance(value, np.generic):
-        if storage(value.dtype) is None:
-            raise _unstorable(value.dtype, path)
-        kind, array = "array scalar", np.asarray(value)
-    else:
+    if not kind:
         return leaf_of_array(value, path)
-    return Leaf(kind, array.dtype, array.shape, array)
+    array = LEAF_KINDS[kind].encode(value)
+    if storage(array.dtype) is None:
+        raise _unstorable(array.dtype, path)
+    return Leaf(kind, array.dtype, array.shape, array, type=special)
 
 
 def leaf_of_array(value: Any, path: Path) -> Leaf:
     """Return the leaf of an array of any library, without copying."""
-    if isinstance(value, bool | int | float | complex | str | bytes | np.void):
-        raise _unknown(value, path)  # subclasses, such as enumerations
+    if isinstance(value, bool | int | float | complex | str | bytes | np.generic):
+        raise cannot_save(value, path)  # subclasses, such as enumerations
     try:
         array = value.values[0] if isinstance(value, Mirrored) else value
         if isinstance(array, np.ma.MaskedArray) or not isinstance(array, np.ndarray):
@@ -333,13 +304,14 @@ def leaf_of_array(value: Any, path: Path) -> Leaf:
     except MpidistError as error:
         if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
             raise
-        raise _unknown(value, path) from error
+        raise cannot_save(value, path) from error
     if storage(array.dtype) is None:
         raise _unstorable(array.dtype, path)
     return Leaf("array", array.dtype, tuple(array.shape), array)
 
 
-def _unknown(value: Any, path: Path) -> ArgumentTypeError:
+def cannot_save(value: Any, path: Path) -> ArgumentTypeError:
+    """Return the error for a value of a type that cannot be saved."""
     cls = type(value)
     return ArgumentTypeError(
         f"{readable(path)} is a {cls.__module__}.{cls.__qualname__}, which cannot be "
@@ -357,74 +329,49 @@ def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Leaf]]:
         yield from leaves(child, (*path, name))
 
 
-def decode(node: Node, values: Mapping[int, Any], similar: Any = None) -> Any:
+def decode(node: Node, values: Mapping[int, Any], *similar: Any) -> Any:
     """Return the nest of a tree.
 
     Args:
       node: from `encode`, or from a file.
       values: the arrays of leaves with pieces, by `id(leaf)`.
-      similar: a nest whose classes of namedtuples, and default factories, to use where
+      similar: nests whose classes of namedtuples, and default factories, to use where
         they match; a file contains no code.
 
     Raises:
-      ValueError, TypeError: the tree is damaged.
+      ValueError, TypeError: the tree is damaged, or needs a similar nest.
     """
     if isinstance(node, Leaf):
-        return decode_leaf(node, values)
-    names = list(node.children)
-    if node.type is not None and node.type.name in ("OrderedDict", "state_dict"):
-        names = list(node.type.details[node.type.name == "state_dict" :])
-        if sorted(names) != sorted(node.children):
-            raise ValueError("the saved order of keys does not match the keys")
-    children = {}
-    for name in names:
-        beside = _similar_child(similar, node.kind, name)
-        children[name] = decode(node.children[name], values, beside)
-    if node.kind in ("list", "tuple"):
-        ordered = [children[str(i)] for i in range(len(children))]
-        return _sequence(node, ordered, similar)
-    if node.kind == "dict":
-        return _dict(
-            node, {unescape(n): child for n, child in children.items()}, similar
-        )
-    if node.kind == "dict of int":
-        return _dict(node, {int(n): child for n, child in children.items()}, similar)
-    raise ValueError(f"a group of kind {node.kind!r} is not a nest")
-
-
-def _similar_child(similar: Any, kind: str, name: str) -> Any:
-    """Return the child of that name, or else any other child."""
-    is_dict = kind.startswith("dict")
-    if (
-        not similar
-        or not is_container(similar)
-        or is_dict != isinstance(similar, Mapping)
-    ):
-        return None
-    if not is_dict:
-        # A list may have grown since: its last element stands for the new ones.
-        return similar[min(int(name), len(similar) - 1)]
-    key = unescape(name) if kind == "dict" else int(name)
-    return similar[key] if key in similar else next(iter(similar.values()))
-
-
-def _dict(node: Group, children: dict[Any, Any], similar: Any) -> Any:
-    if node.type is None:
-        return children
-    if node.type.name == "OrderedDict":
-        return collections.OrderedDict(children)
-    if node.type.name == "state_dict":
-        made = collections.OrderedDict(children)
-        setattr(made, METADATA, versions_of(node))
+        made = decode_leaf(node, values)
+    else:
+        made = _decode_members(node, values, similar)
+    if not node.family:
         return made
-    if node.type.name == "Counter":
-        return collections.Counter(children)
-    # A factory is a function; only built-in ones have names, others come from
-    # `similar`.
-    factory = FACTORIES.get(node.type.details[0]) if node.type.details else None
-    if isinstance(similar, collections.defaultdict):
-        factory = similar.default_factory
-    return collections.defaultdict(factory, children)
+    name, details = node.type or ContainerType(node.family)
+    return CONTAINERS[name].make(made, details, similar)
+
+
+def _decode_members(
+    group: Group, values: Mapping[int, Any], similar: tuple[Any, ...]
+) -> Any:
+    """Return the members of a group: a dict, or a list."""
+    alike: list[Mapping[Any, Any]] = [
+        x if isinstance(x, Mapping) else dict(enumerate(x))
+        for x in similar
+        if is_container(x) and isinstance(x, Mapping) == (group.family == "dict")
+    ]
+    # As a list may have grown, or shrunk, a member may resemble any of the others
+    classes = {type(member): member for x in alike for member in x.values()}
+    others = tuple(classes.values())
+    read_key: Callable[[str], Any] = unescape if group.kind == "dict" else int
+    members = {}
+    for name, child in group.children.items():
+        key = read_key(name)
+        same = tuple(x[key] for x in alike if key in x)
+        members[key] = decode(child, values, *same, *others)
+    if group.family == "dict":
+        return members
+    return [members[i] for i in range(len(members))]
 
 
 def versions_of(group: Group) -> Any:
@@ -434,22 +381,63 @@ def versions_of(group: Group) -> Any:
     return collections.OrderedDict(json.loads(group.type.details[0]))
 
 
-def _sequence(node: Group, children: list[Any], similar: Any) -> Any:
-    if node.type is None:
-        return children if node.kind == "list" else tuple(children)
-    if node.type.name == "deque":
-        limit = int(node.type.details[0]) if node.type.details else None
-        return collections.deque(children, limit)
-    name, *fields = node.type.details
-    if len(fields) != len(children):
-        raise ValueError(f"a namedtuple {name!r} has {len(children)} fields")
-    if getattr(similar, "_fields", None) == (*fields,):
-        return type(similar)(*children)
-    return _namedtuple(name, *fields)(*children)
+class ContainerKind(NamedTuple):
+    """A type of containers.
+
+    Args:
+      family: the kind of its groups, without that of the keys.
+      recognise: returns whether a container is of this type.
+      details: returns those of its `ContainerType`, given its path.
+      make: returns a container of members, details and similar containers.
+      is_ordered: whether it is another value if its members have another order.
+    """
+
+    family: str
+    recognise: Callable[[Any], bool]
+    details: Callable[[Any, Path], tuple[str, ...]]
+    make: Callable[[Any, tuple[str, ...], tuple[Any, ...]], Any]
+    is_ordered: bool
+
+
+_FACTORIES: dict[str, Any] = {
+    cls.__name__: cls for cls in (bool, int, float, complex, str, bytes, list, dict)
+} | {"None": None}
+_A_FUNCTION = "a function"  # of the program, which a file cannot hold
+
+
+def _factory_name(container: Any, _: Path) -> tuple[str, ...]:
+    factory = container.default_factory
+    known = [name for name, known in _FACTORIES.items() if known is factory]
+    return (*known, _A_FUNCTION)[:1]
+
+
+def _defaultdict(members: Any, details: tuple[str, ...], similar: Any) -> Any:
+    # Older versions have no details for a function, nor for None
+    name = details[0] if details else _A_FUNCTION
+    if name in _FACTORIES:
+        return collections.defaultdict(_FACTORIES[name], members)
+    functions = [getattr(x, "default_factory", None) for x in similar]
+    functions.sort(key=lambda function: function in _FACTORIES.values())
+    if details and not any(functions):
+        raise ValueError(
+            "a defaultdict has a function of the program as its default_factory, which "
+            "a file cannot hold; have such a defaultdict there before restoring"
+        )
+    return collections.defaultdict(next(filter(None, functions), None), members)
+
+
+def _namedtuple(members: Any, details: tuple[str, ...], similar: Any) -> Any:
+    name, *fields = details
+    if len(fields) != len(members):
+        raise ValueError(f"a namedtuple {name!r} has {len(members)} fields")
+    known = [type(x) for x in similar if getattr(x, "_fields", None) == (*fields,)]
+    named = [cls for cls in known if cls.__name__ == name]
+    cls = [*named, *known] or [_namedtuple_class(name, *fields)]
+    return tuple.__new__(cls[0], members)
 
 
 @functools.lru_cache(maxsize=256)
-def _namedtuple(name: str, *fields: str) -> Any:
+def _namedtuple_class(name: str, *fields: str) -> Any:
     """Return a namedtuple class for one that this program may lack.
 
     `collections.namedtuple` only accepts identifiers.
@@ -461,27 +449,278 @@ def _namedtuple(name: str, *fields: str) -> Any:
     return made
 
 
+def _versions_text(container: Any, path: Path) -> tuple[str]:
+    """Return the `_metadata` of a PyTorch state_dict as JSON."""
+    versions = getattr(container, METADATA)
+    with contextlib.suppress(TypeError, ValueError):
+        text = json.dumps(versions)
+        if json.loads(text) == versions:
+            return (text,)
+    raise ArgumentTypeError(
+        f"the _metadata of the state_dict {readable(path)} cannot be saved: it must "
+        f"hold numbers and text only, not {shown(versions)}"
+    )
+
+
+def _state_dict(members: Any, details: tuple[str, ...], _: Any) -> Any:
+    made = collections.OrderedDict(members)
+    setattr(made, METADATA, collections.OrderedDict(json.loads(details[0])))
+    return made
+
+
+def _only(cls: type) -> Callable[..., Any]:
+    return lambda members, *_: cls(members)
+
+
+def _like(name: str, cls: type) -> Callable[..., Any]:
+    """Return a function that makes a container of a similar one's class, else `cls`."""
+
+    def make(members: Any, _: Any, similar: Any) -> Any:
+        first: Any = similar[0] if similar else None
+        if type(first) is cls or not is_container(first):
+            return cls(members)
+        group = group_of(first, ())
+        if (group.family, group.type) != (name, None):
+            return cls(members)
+        if not isinstance(first, dict | list):
+            return type(first)(members)
+        made = copy.copy(first)  # with its attributes
+        made.clear()
+        (made.extend if isinstance(made, list) else made.update)(members)
+        return made
+
+    return make
+
+
+_OrderedDict, _deque = collections.OrderedDict, collections.deque
+CONTAINERS = {
+    "namedtuple": ContainerKind(
+        "tuple",
+        lambda x: isinstance(x, tuple) and hasattr(x, "_fields"),
+        lambda x, _: (type(x).__name__, *x._fields),
+        _namedtuple,
+        False,
+    ),
+    "deque": ContainerKind(
+        "list",
+        lambda x: type(x) is _deque,
+        lambda x, _: () if x.maxlen is None else (str(x.maxlen),),
+        lambda members, details, _: _deque(members, *map(int, details)),
+        False,
+    ),
+    "state_dict": ContainerKind(
+        "dict",
+        lambda x: type(x) is _OrderedDict and getattr(x, METADATA, None) is not None,
+        _versions_text,
+        _state_dict,
+        True,
+    ),
+    "OrderedDict": ContainerKind(
+        "dict",
+        lambda x: type(x) is _OrderedDict,
+        lambda *_: (),
+        _only(_OrderedDict),
+        True,
+    ),
+    "defaultdict": ContainerKind(
+        "dict",
+        lambda x: type(x) is collections.defaultdict,
+        _factory_name,
+        _defaultdict,
+        False,
+    ),
+    "Counter": ContainerKind(
+        "dict",
+        lambda x: type(x) is collections.Counter,
+        lambda *_: (),
+        _only(collections.Counter),
+        False,
+    ),
+    # All others, without a ContainerType; subclasses come back where a similar one is
+    "dict": ContainerKind(
+        "dict",
+        lambda x: isinstance(x, Mapping),
+        lambda *_: (),
+        _like("dict", dict),
+        False,
+    ),
+    "tuple": ContainerKind(
+        "tuple",
+        lambda x: isinstance(x, tuple),
+        lambda *_: (),
+        _like("tuple", tuple),
+        False,
+    ),
+    "list": ContainerKind(
+        "list", is_container, lambda *_: (), _like("list", list), False
+    ),
+}
+
+
+class LeafKind(NamedTuple):
+    """What a value of some kind is in memory, in a file, and on other ranks.
+
+    Args:
+      cls: the type of values of this kind; None if that does not tell.
+      encode: returns an array for a value.
+      decode: returns the value of an array.
+      forms: kind of dtype and number of dimensions of such arrays; empty for any.
+      compare: returns a text for an array, equal for equal values.
+      is_text: whether bytes are stored as one text, or as nothing if there are none.
+      is_array: whether an array can be restored from it.
+      family: the kind of group that it stands for: "list", "tuple" or empty.
+      shown: describes a leaf in messages.
+    """
+
+    cls: type | None
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+    forms: tuple[str, ...]
+    compare: Callable[[Any], str]
+    is_text: bool
+    is_array: bool
+    family: str
+    shown: str
+
+
+def _bytes_array(data: bytes) -> Any:
+    return np.frombuffer(data, np.uint8)
+
+
+def _text_array(text: str) -> Any:
+    return _bytes_array(text.encode("utf-8", "surrogatepass"))
+
+
+def _text_of(array: Any) -> str:
+    return str(array.tobytes().decode("utf-8", "surrogatepass"))
+
+
+_NUMBERS = {"bool": "b1", "int": "i8", "float": "f8", "complex": "c16"}
+_ONE = False, "", "one {0.kind}"  # the last fields of a kind of single values
+
+
+def _number(cls: Any, dtype: str) -> LeafKind:
+    encode = functools.partial(np.asarray, dtype=dtype)
+    form = f"{dtype[0]}0"
+    return LeafKind(
+        cls, encode, cls, (form,), lambda x: x.tobytes().hex(), False, *_ONE
+    )
+
+
+def _text(cls: type, encode: Any, decode: Any, is_text: bool) -> LeafKind:
+    return LeafKind(cls, encode, decode, ("u1",), arrays.checksum, is_text, *_ONE)
+
+
+def _several(family: str, element: str, dtype: str) -> LeafKind:
+    """Return the kind of a list of numbers of one type, which is one dataset."""
+
+    def encode(values: Any) -> Any:
+        return np.array(list(values), dtype or values[0].dtype)
+
+    decode: Callable[[Any], Any] = np.ndarray.tolist if dtype else list
+    forms = (f"{dtype[0]}1",) if dtype else ()
+    how = (
+        arrays.checksum,
+        False,
+        False,
+        family,
+        f"a {family} of {{0.shape[0]}} {element}",
+    )
+    return LeafKind(None, encode, decode, forms, *how)
+
+
+LEAF_KINDS = {
+    "None": _text(type(None), lambda _: _bytes_array(b""), lambda _: None, True),
+    **{name: _number(getattr(builtins, name), kind) for name, kind in _NUMBERS.items()},
+    "int": LeafKind(  # large ones as text
+        int,
+        lambda x: (
+            np.asarray(x, "i8")
+            if x.bit_length() < 64
+            else _bytes_array(f"{x:#x}".encode())
+        ),
+        lambda x: int(x.tobytes(), 16) if x.dtype == np.uint8 else int(x),
+        ("i0", "u1"),
+        lambda x: x.tobytes().hex(),
+        True,
+        *_ONE,
+    ),
+    "str": _text(str, _text_array, _text_of, True),
+    "np.str_": _text(np.str_, _text_array, lambda x: np.str_(_text_of(x)), True),
+    "bytes": _text(bytes, _bytes_array, np.ndarray.tobytes, False),
+    "np.bytes_": _text(np.bytes_, _bytes_array, lambda x: np.bytes_(bytes(x)), False),
+    "array scalar": LeafKind(
+        None,
+        np.asarray,
+        lambda x: x[()],
+        (),
+        lambda x: arrays.value_bytes(x).tobytes().hex(),  # perhaps with padding
+        False,
+        True,
+        "",
+        "one {0.kind}",
+    ),
+    "array": LeafKind(
+        None,
+        np.asarray,
+        np.asarray,
+        (),
+        arrays.checksum,
+        False,
+        True,
+        "",
+        "an array of {0.dtype} {0.shape}",
+    ),
+    **{
+        f"{family} of {element}": _several(family, element, dtype)
+        for family in ("list", "tuple")
+        for element, dtype in {**_NUMBERS, "array scalar": ""}.items()
+    },
+}
+_KIND_OF_CLASS = {row.cls: name for name, row in LEAF_KINDS.items() if row.cls}
+
+
+def scalar_kind(value: Any) -> str:
+    """Return the kind of leaf of a number, text or None; empty for other values."""
+    kind = _KIND_OF_CLASS.get(type(value), "")
+    if kind or not isinstance(value, np.generic) or isinstance(value, np.record):
+        return kind
+    return "array scalar" if type(value) is value.dtype.type else ""
+
+
+def numbers_kind(value: Any) -> str:
+    """Return the kind of leaf of a list of numbers of one type; else an empty text."""
+    if type(value) not in (list, tuple, collections.deque):
+        return ""
+    if len(set(map(type, value))) != 1:
+        return ""
+    element = scalar_kind(value[0])
+    if element == "int" and max(map(int.bit_length, value)) > 63:
+        return ""
+    if element == "array scalar" and not _is_one_dtype(value):
+        return ""
+    kind = f"{'tuple' if type(value) is tuple else 'list'} of {element}"
+    return kind if kind in LEAF_KINDS else ""
+
+
+def _is_one_dtype(scalars: Any) -> bool:
+    """Return whether NumPy's scalars are all of one dtype, and no records."""
+    dtype = scalars[0].dtype
+    is_number = dtype.names is None and storage(dtype) is not None
+    return is_number and all(x.dtype == dtype for x in scalars)
+
+
 def decode_leaf(leaf: Leaf, values: Mapping[int, Any]) -> Any:
-    """Return the array, number or text of a leaf."""
-    array = values.get(id(leaf), leaf.array)
-    if leaf.kind == "None":
-        return None
-    if leaf.kind == "array":
-        is_typed = leaf.role in (TENSOR, NDARRAY)
-        return Typed(array, leaf.role) if is_typed else array
-    if leaf.kind == "array scalar":
-        return array[()]
-    if leaf.kind in ("bytes", "np.bytes_"):
-        data = array.tobytes()
-        return data if leaf.kind == "bytes" else np.bytes_(data)
-    if leaf.kind in ("str", "np.str_"):
-        text = array.tobytes().decode("utf-8", "surrogatepass")
-        return text if leaf.kind == "str" else np.str_(text)
-    if leaf.kind == "int" and leaf.dtype == np.uint8:
-        return int(array.tobytes().decode("ascii"), 16)
-    if leaf.kind not in SCALARS or leaf.shape:
-        raise ValueError(f"a leaf has kind {leaf.kind!r} and shape {leaf.shape}")
-    return array.item()
+    """Return the value of a leaf; the members of a list of numbers.
+
+    Raises:
+      ValueError, TypeError: the leaf is damaged.
+    """
+    array, row = values.get(id(leaf), leaf.array), LEAF_KINDS[leaf.kind]
+    if row.forms and f"{leaf.dtype.kind}{len(leaf.shape)}" not in row.forms:
+        raise ValueError(f"a {leaf.kind} has dtype {leaf.dtype}, shape {leaf.shape}")
+    is_typed = leaf.role in (TENSOR, NDARRAY)
+    return Typed(array, leaf.role) if is_typed else row.decode(array)
 
 
 Path = tuple[str, ...]  # escaped names, from the root

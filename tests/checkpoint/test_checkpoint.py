@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import collections
 import random
+import types
 from pathlib import Path
 
 import h5py
@@ -566,6 +567,45 @@ def test_the_strategy_is_that_of_the_scope_or_the_variables(comm, strategy):
             lonely.save("x")
     else:
         assert lonely.strategy.num_replicas_in_sync == 1
+
+
+def manager_of(checkpoint):
+    return mpidist.CheckpointManager(checkpoint, "x", 1)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda checkpoint: checkpoint.save("x"),
+        lambda checkpoint: checkpoint.write("x"),
+        lambda checkpoint: checkpoint.restore("x"),
+        lambda checkpoint: checkpoint.restore(None),
+        mpidist.Checkpoint.sync,
+        lambda checkpoint: manager_of(checkpoint).save(),
+        lambda checkpoint: manager_of(checkpoint).restore_or_initialize(),
+        lambda checkpoint: mpidist.PreemptionCheckpointHandler(
+            None, manager_of(checkpoint)
+        ),
+    ],
+)
+@pytest.mark.mpi(min_size=2)
+def test_variables_outside_scope_belong_to_one_rank(
+    strategy, mpi_tmp_path, monkeypatch, use
+):
+    """All ranks would write them to one file."""
+    monkeypatch.chdir(mpi_tmp_path)
+    outside, inside = mpidist.Variable(1.0), make(strategy, 1.0)
+    for checkpoint in (
+        mpidist.Checkpoint(w={"w": [outside]}, x=1),
+        mpidist.Checkpoint(types.SimpleNamespace(layers=[{"w": outside}])),
+        mpidist.Checkpoint(inner=mpidist.Checkpoint(w=outside), v=inside),
+        mpidist.Checkpoint(w=outside, strategy=mpidist.get_strategy()),
+    ):
+        with pytest.raises(mpidist.ArgumentError, match="variables of one rank needs"):
+            use(checkpoint)
+    strategy.barrier()
+    assert not [path for path in mpi_tmp_path.rglob("*") if path.is_file()]
+    assert outside.numpy() == 1
 
 
 def test_variables_of_another_strategy_are_refused(strategy, mpi_tmp_path):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import collections
+import gzip
+import pathlib
+import random
 import typing
 
 import h5py
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -36,6 +40,27 @@ class State:
         self.state = state
 
 
+# Lists of numbers, and the dtype of those that are one dataset
+NUMBERS = {
+    "floats": ([0.1, -0.0, 1.0, float("nan"), float("inf")], "f8"),
+    "ints": ([1, 0, -(2**63) + 1, 2**63 - 1], "i8"),
+    "bools": ((True, False), "?"),
+    "complex": (collections.deque([1 + 2j, complex(-0.0, float("nan"))], 2), "c16"),
+    "one": ((7,), "i8"),
+    "float32": ([np.float32(0.1), np.float32("nan")], "f4"),
+    "float64": (collections.deque([np.float64(0.1)]), "f8"),
+    "half": ((np.float16(0.1), np.float16(2)), "f2"),
+    "long": ([np.longdouble(1) / 3], "g"),
+    "times": ([np.datetime64(1, "s"), np.datetime64("NaT", "s")], "i8"),
+    "bfloat16": ([ml_dtypes.bfloat16(0.5)], "u2"),
+    "large": ([1, 2**63], None),
+    "mixed": ([1, 1.0, True, None, np.float64(1)], None),
+    "units": ([np.datetime64(1, "s"), np.datetime64(1, "D")], None),
+    "texts": (["a", ""], None),
+    "records": ([np.array((1, 2.5), [("a", "i4"), ("b", "f8")])[()]] * 2, None),
+}
+
+
 def nest():
     ordered = collections.OrderedDict(z=1, a=2, m=3)
     counts = collections.defaultdict(int, b=1)
@@ -54,6 +79,9 @@ def nest():
         "lists": collections.defaultdict(list, x=[1]),
         "queue": collections.deque([(1,), [2]]),
         "empty": [collections.OrderedDict(), collections.deque(maxlen=0)],
+        "backwards": {"z": 1, "a": {10: 1, 9: 2, -1: 3}, "": []},
+        "list": collections.deque([{"z": 1, "a": ({"y": 1, "x": 2}, [])}]),
+        "numbers": {name: values for name, (values, _) in NUMBERS.items()},
     }
 
 
@@ -62,8 +90,6 @@ def shape_of(value):
     if isinstance(value, collections.abc.Mapping):
         factory = getattr(value, "default_factory", None)
         items = [(key, shape_of(child)) for key, child in value.items()]
-        is_ordered = isinstance(value, collections.OrderedDict)
-        items = items if is_ordered else sorted(items)
         return type(value).__name__, factory, items
     if isinstance(value, list | tuple | collections.deque):
         about = getattr(value, "maxlen", None), getattr(value, "_fields", None)
@@ -133,14 +159,193 @@ def test_the_order_of_many_keys(strategy, comm, mpi_tmp_path):
         assert file["kept/0/17"][()] == 17
 
 
+@pytest.mark.parametrize("is_own", [False, True])
 @pytest.mark.mpi(min_size=2)
-def test_another_order_on_one_rank_is_a_mismatch(strategy, comm, mpi_tmp_path):
-    pairs = [("a", 1), ("b", 2)][:: -1 if comm.rank else 1]
-    checkpoint = mpidist.Checkpoint(strategy=strategy, kept=dict(pairs))
-    checkpoint.write(mpi_tmp_path / "x")  # the order of a dict means nothing
+def test_another_order_on_one_rank(strategy, comm, mpi_tmp_path, is_own):
+    """Of a dict all get the order of rank 0; of an OrderedDict it is a mismatch."""
+    pairs = [("b", 1), ("a", 2)][:: -1 if comm.rank else 1]
+    own = State(dict(pairs))
+    kept = own if is_own else own.state
+    checkpoint = mpidist.Checkpoint(strategy=strategy, kept=kept)
+    checkpoint.restore(checkpoint.write(mpi_tmp_path / "x"))
+    assert list(own.state) == ["b", "a"]
     checkpoint.kept = collections.OrderedDict(pairs)
     with pytest.raises(mpidist.MismatchError, match="kept"):
         checkpoint.write(mpi_tmp_path / "x")
+
+
+class Config(dict):
+    """A dict of the program."""
+
+
+@pytest.mark.parametrize("cls", [dict, collections.OrderedDict, Config])
+def test_the_order_of_a_dict_of_arrays(strategy, mpi_tmp_path, cls):
+    held = cls(z=np.zeros(2), m=1, a=np.ones(2))
+    path = mpidist.Checkpoint(strategy=strategy, held=held).write(mpi_tmp_path / "x")
+    other = cls(new=np.full(2, 3), a=np.zeros(2), z=np.zeros(2), m=2)
+    arrays = dict(other)
+    checkpoint = mpidist.Checkpoint(strategy=strategy, held=other)
+    checkpoint.restore(path, is_partial=True)
+    is_known = cls is not Config  # a class of the program may mind
+    assert list(other) == (["z", "m", "a", "new"] if is_known else list(arrays))
+    assert other["m"] == 1
+    assert all(other[name] is arrays[name] for name in ("z", "a", "new"))
+    np.testing.assert_array_equal(other["a"], np.ones(2))
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_lists_of_numbers(strategy, mpi_tmp_path, name):
+    """As arrays in the file, and as they were, whatever the program has there."""
+    values, dtype = NUMBERS[name]
+    checkpoint = mpidist.Checkpoint(strategy=strategy, kept=values, rows=[values])
+    path = checkpoint.write(mpi_tmp_path / "x")
+    with h5py.File(path) as file:
+        assert isinstance(file["kept"], h5py.Group) == (dtype is None)
+        if dtype is not None:
+            assert file["kept"].dtype == dtype
+            assert file["rows/0"].shape == (len(values),)
+    for other in (None, [], [1], [0.5, "text", 3], values):
+        again = mpidist.Checkpoint(strategy=strategy, kept=other, rows=[other])
+        again.restore(path)
+        is_replaced = other is None or isinstance(values, tuple)
+        kind = type(values) if is_replaced or other is values else list
+        assert shape_of(kind(again.kept)) == shape_of(kind(values))
+        assert shape_of(again.rows) == shape_of([values])
+    for other in (1.0, {"a": 1}, np.zeros(len(values)), [np.zeros(1)]):
+        again = mpidist.Checkpoint(strategy=strategy, kept=values, rows=other)
+        with pytest.raises(mpidist.CheckpointError, match=r"'rows"):
+            again.restore(path)
+
+
+@pytest.mark.parametrize("count", [3, 300_000])
+def test_lists_of_numbers_of_each_rank(strategy, comm, mpi_tmp_path, count):
+    """In one file or, if they are large, in shards."""
+    numbers = [float(comm.rank)] * count
+    queue = collections.deque(range(count), count)
+    foreign = [np.arange(3).astype(dtype) for dtype in (">i4", ">M8[s]", ">U2", ">f8")]
+    foreign[3] *= comm.rank
+    checkpoint = mpidist.Checkpoint(
+        strategy=strategy,
+        shard_bytes=1 << 20,
+        both=queue,
+        own=mpidist.PerReplica((list(numbers),)),
+        state=State(tuple(numbers)),
+        foreign=State(foreign),
+        shared=State(foreign[:3]),
+    )
+    path = checkpoint.write(mpi_tmp_path / "x")
+    with h5py.File(path) as file:
+        assert list(file["both"][-3:]) == list(queue)[-3:]
+    checkpoint.both = checkpoint.state.state = None
+    checkpoint.foreign.state = checkpoint.shared.state = None
+    checkpoint.own.values[0].append(7)
+    checkpoint.restore(path)
+    assert checkpoint.both == queue
+    assert checkpoint.both.maxlen == count
+    assert checkpoint.own.values[0] == list(checkpoint.state.state) == numbers
+    assert shape_of(checkpoint.foreign.state) == shape_of(foreign)
+    assert shape_of(checkpoint.shared.state) == shape_of(foreign[:3])
+    if comm.size > 1:
+        with pytest.raises(mpidist.MismatchError, match="'unlike'"):
+            checkpoint.unlike = numbers
+            checkpoint.write(mpi_tmp_path / "x")
+
+
+class Momentum(typing.NamedTuple):
+    x: float
+    y: float
+
+
+def ten():
+    return 10
+
+
+def test_a_state_gets_the_classes_of_the_state_before(strategy, mpi_tmp_path):
+    def start(n):
+        counts = collections.defaultdict(ten, a=n)
+        log = [Momentum(i, 0.5) for i in range(n)] + [Named(1, {})]
+        return {"m": Momentum(n, 0.5), "counts": counts, "log": log, "c": Config(n=n)}
+
+    own = State(start(3))
+    checkpoint = mpidist.Checkpoint(strategy=strategy, own=own)
+    path = checkpoint.write(mpi_tmp_path / "x")
+    own.state = start(1)
+    checkpoint.restore(path)
+    assert shape_of(own.state) == shape_of(start(3))
+    assert [type(x) for x in own.state["log"]] == [Momentum] * 3 + [Named]
+    assert own.state["counts"]["new"] == 10
+    own.state = before = {}
+    with pytest.raises(mpidist.CheckpointError, match=r"own.*default_factory"):
+        checkpoint.restore(path)
+    assert own.state is before
+    del checkpoint.own.state
+    own.state = Momentum(1.0, 2.0)  # alone, and no others known
+    path = checkpoint.write(mpi_tmp_path / "x")
+    own.state = None
+    checkpoint.restore(path)
+    assert (type(own.state).__name__, own.state.y) == ("Momentum", 2.0)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.zeros(1).view(type("Units", (np.ndarray,), {})),
+        np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+        bytearray(b"ab"),
+        memoryview(b"ab"),
+        type("Own", (np.float64,), {})(1.0),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_would_come_back_as_another_type(strategy, mpi_tmp_path, value):
+    checkpoint = mpidist.Checkpoint(strategy=strategy, own=State([value]))
+    with pytest.raises(mpidist.ArgumentTypeError, match=r"own/0.*cannot be saved"):
+        checkpoint.write(mpi_tmp_path / "x")
+
+
+def test_a_checkpoint_of_an_older_version(strategy, comm, mpi_tmp_path):
+    """Written before lists were datasets and dicts had an order."""
+    path = mpi_tmp_path / "older.h5"
+    if comm.rank == 0:
+        packed = pathlib.Path(__file__).with_name("older.h5.gz").read_bytes()
+        path.write_bytes(gzip.decompress(packed))
+    comm.Barrier()
+    own, rng, python = State({}), np.random.default_rng(0), random.Random(0)
+    w = {"b": np.zeros(3), "a": np.zeros(2, int)}
+    checkpoint = mpidist.Checkpoint(
+        strategy=strategy, kept={}, own=own, w=w, rng=rng, python=python
+    )
+    checkpoint.restore(path).assert_consumed()
+    kept = {
+        "losses": [0.5, 0.25],
+        "steps": (1, 2, 3),
+        "mixed": [1, 2.5, None, "text", 2**70],
+        "flags": [True, False],
+        "dict": {"a": 2, "z": 1},
+        "numbers": {10: 1, 9: 2},
+        "ordered": collections.OrderedDict(z=1, a=2),
+        "none": collections.OrderedDict(),
+        "counter": collections.Counter("aab"),
+        "default": collections.defaultdict(int, b=1),
+        "function": collections.defaultdict(None, n=1),
+        "queue": collections.deque([1, 2], 5),
+        "point": Point(1, 2),
+        "scalars": [np.float32(1.5), np.datetime64(1, "s")],
+    }
+    state = {
+        "a": (0.5,),
+        "b": np.arange(3, dtype=">i4"),
+        "p": Point(1, 2.5),
+        "r": collections.deque([1.5, 2.5], 3),
+        "z": [1, 2],
+    }
+    in_order = {name: kept[name] for name in sorted(kept)}  # as there
+    assert shape_of(checkpoint.kept) == shape_of(in_order)
+    assert shape_of(own.state) == shape_of(state)
+    assert list(w) == ["b", "a"]  # its order is unknown
+    assert w["b"].tolist() == [0, 1, 2]
+    assert rng.random() == np.random.default_rng(1).random()
+    assert python.random() == random.Random(1).random()
 
 
 @pytest.mark.parametrize("fields", ["x class", "x x", "x _y", "x y; import os"])
