@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import secrets
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpidist.comm.banner import show_once
-from mpidist.comm.consensus.signatures import CallSignature
+from mpidist.comm.consensus.signatures import CallSignature, name_ranks
 from mpidist.data.contents import describe_contents
 from mpidist.data.dataset import (
     Dataset,
@@ -27,8 +27,9 @@ from mpidist.data.distributed.iterator import DistributedIterator
 from mpidist.data.distributed.reader import ReadPlan, count_steps, divide, is_global
 from mpidist.data.distributed.shared_caches import require_shareable, share
 from mpidist.data.iter_dataset import UNKNOWN_CARDINALITY, IterDataset
-from mpidist.data.iterator import EpochCounter, Origin
-from mpidist.data.map_dataset import Epoch, MapDataset
+from mpidist.data.iterator import EpochCounter, Origin, draw_numbers
+from mpidist.data.map_dataset import Epoch, MapDataset, drawn_seeds, walk
+from mpidist.data.shuffling import Seed
 from mpidist.data.sources import IndexedSource
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.options import AutoShardPolicy, InputOptions
@@ -115,9 +116,9 @@ class DistributedDataset:
       [6, 4]
     """
 
-    def __init__(self, plan: ReadPlan, entropy: int):
+    def __init__(self, plan: ReadPlan, epochs: EpochCounter):
         self._plan = plan
-        self._epochs = EpochCounter(entropy)
+        self._epochs = epochs
         plan.extended.consensus.note_made(plan.name)
         # A line at the start of the job, without communication or reading rows.
         show_once(
@@ -170,6 +171,7 @@ class DistributedDataset:
             agreed = [
                 ("auto_shard_policy", policy.name),
                 ("dataset", pipeline.describe()),
+                ("shuffles without a seed", _seed_pattern(pipeline)),
                 ("batches", origin.cardinality if origin else "its own"),
                 ("balance_batches", is_balanced),
             ]
@@ -181,16 +183,18 @@ class DistributedDataset:
         pipeline, policy, origin = extended.consensus.run(call, prepare, same=describe)
         if policy is AutoShardPolicy.FILE:
             return cls._of_own_batches(extended, lambda: pipeline, options, call)
-        chosen, entropy = options or InputOptions(), 0
-        if pipeline.needs_entropy:  # an order must not differ between ranks
-            entropy = extended.consensus.root_only("seed", lambda: secrets.randbits(62))
+        chosen, seeds = options or InputOptions(), drawn_seeds(pipeline)
+        offers = [_offer_seeds(seeds)]
+        if seeds:  # an order must not differ between ranks
+            offers = extended.consensus.gather_objects(call, lambda: offers[0])
+        epochs = _agree_on_seeds(call, seeds, offers)
         # Of a generator all ranks read all; only indexed datasets are read in slices.
         is_sliced = is_global(policy) and isinstance(pipeline, MapDataset)
         slices = extended.num_replicas if is_sliced else 1
         first = BatchShare(slices, 0, chosen.balance_batches)
         plan = ReadPlan(
             extended,
-            share(extended, pipeline, Epoch(0, entropy), first),
+            share(extended, pipeline, first),
             is_global=is_global(policy),
             is_batched=True,
             cardinality=origin.cardinality,
@@ -200,7 +204,7 @@ class DistributedDataset:
             # dataset.
             serial=extended.consensus.calls,
         )
-        return cls(plan, entropy)
+        return cls(plan, epochs)
 
     @classmethod
     def from_function(
@@ -239,12 +243,12 @@ class DistributedDataset:
         def prepare() -> _OwnBatches:
             pipeline = make()
             _index_own_files(extended, pipeline)
+            seeds = drawn_seeds(pipeline)
             # All ranks need to know which rank runs out first, and whether all have
-            # batches. Rank 0's entropy is everyone's, even if its own pipeline has no
-            # shuffle: another rank's may have one
-            local = Origin.of(pipeline), pipeline.is_batched, secrets.randbits(62)
+            # batches.
+            local = Origin.of(pipeline), pipeline.is_batched, _offer_seeds(seeds)
             by_rank = extended.consensus.gather_objects(call, lambda: local)
-            origins, batched, entropy = zip(*by_rank, strict=True)
+            origins, batched, offers = zip(*by_rank, strict=True)
             lengths = [origin.cardinality for origin in origins]
             is_batched = all(batched)
             steps = count_steps(lengths)
@@ -257,7 +261,8 @@ class DistributedDataset:
                     "call batch()"
                 )
             origin = Origin.of_own(origins, steps)
-            return _OwnBatches(pipeline, is_batched, steps, origin, entropy[0])
+            epochs = _agree_on_seeds(call, seeds, offers)
+            return _OwnBatches(pipeline, is_batched, steps, origin, epochs)
 
         batches = extended.consensus.run(
             call, prepare, same=functools.partial(_describe_elements, call)
@@ -272,7 +277,7 @@ class DistributedDataset:
             options=options or InputOptions(),
             serial=extended.consensus.calls,
         )
-        return cls(plan, batches.entropy)
+        return cls(plan, batches.epochs)
 
     @property
     def cardinality(self) -> int:
@@ -363,7 +368,73 @@ class _OwnBatches(NamedTuple):
     is_batched: bool
     cardinality: int
     origin: Origin
-    entropy: int
+    epochs: EpochCounter
+
+
+class _SeedOffer(NamedTuple):
+    """What a rank has drawn for a shuffle without a seed.
+
+    Args:
+      number: of the shuffle, for all datasets that are made from it.
+      drawn: for this dataset.
+      is_fixed: whether this dataset has the order of `number` in all epochs.
+      is_kept: whether rows have come in that order, or other ranks have it.
+    """
+
+    number: int
+    drawn: int
+    is_fixed: bool
+    is_kept: bool
+
+
+def _offer_seeds(seeds: Mapping[Seed, bool]) -> list[_SeedOffer]:
+    """Return what this rank has drawn for the shuffles of a dataset."""
+    return [
+        _SeedOffer(seed.number, drawn, is_fixed, seed.is_used or seed.is_common)
+        for (seed, is_fixed), drawn in zip(seeds.items(), draw_numbers(seeds))
+    ]
+
+
+def _agree_on_seeds(
+    call: str, seeds: Mapping[Seed, bool], offers: Sequence[Sequence[_SeedOffer]]
+) -> EpochCounter:
+    """Make the numbers of this rank's seeds those of rank 0; return the first epoch.
+
+    Args:
+      call: the user's.
+      seeds: of the dataset on this rank.
+      offers: of each rank. Where each has its own dataset, rank 0 may have fewer than
+        others: then those of the next rank count.
+
+    Raises, on all ranks:
+      ArgumentError: a rank has used another order already, which must not change.
+    """
+    by_seed = list(itertools.zip_longest(*offers))
+    chosen = [next(filter(None, by_rank)) for by_rank in by_seed]
+    # States are equal on all ranks, also where the datasets are not
+    padded = [*seeds, *(Seed() for _ in chosen[len(seeds) :])]
+    for seed, number, by_rank in zip(padded, chosen, by_seed, strict=True):
+        others = {
+            rank: offer
+            for rank, offer in enumerate(by_rank)
+            if offer and offer.is_kept and offer.number != number.number
+        }
+        if any(offer and offer.is_fixed for offer in by_rank) and others:
+            raise ArgumentError(
+                f"{call}: a shuffle without a seed has another order on "
+                f"{name_ranks(list(others))}, where rows were read in it before the "
+                "dataset was distributed; give the shuffle a seed, or distribute first"
+            )
+        if not others:
+            seed.number, seed.is_common = number.number, len(offers) > 1
+    fixed = {seed: seeds.get(seed, False) for seed in padded}
+    return EpochCounter(fixed, [number.drawn for number in chosen])
+
+
+def _seed_pattern(pipeline: MapDataset | IterDataset) -> str:
+    """Return which shuffles of a dataset are the same one, as text."""
+    seeds = list(drawn_seeds(pipeline))
+    return str([seeds.index(s.seed) for s in walk(pipeline) if s.seed in seeds])
 
 
 def _describe_elements(call: str, batches: _OwnBatches) -> CallSignature:

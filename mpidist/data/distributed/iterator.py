@@ -189,7 +189,7 @@ class DistributedIterator:
         """Return the position of this iterator: a few integers, each below 2**63.
 
         Not collective, but equal on all replicas: the epoch, the number of its steps
-        that `next` has returned, the seed of shuffles without one, and hashes that
+        that `next` has returned, the seeds of shuffles without one, and hashes that
         identify the dataset. Prefetched batches do not count.
         """
         # Equal on all ranks by construction, so nothing needs to be exchanged.
@@ -229,11 +229,18 @@ class DistributedIterator:
                 ("epoch", epoch.number),
                 ("step", step),
             ]
-            return [*where, ("the state's entropy", epoch.entropy)]
+            numbers = enumerate(epoch.seeds.values())
+            return [*where, *((f"the state's seed {i}", n) for i, n in numbers)]
 
         # A wrong state on one rank raises on all, before anything has changed
         epoch, step = consensus.run(
-            _SET_STATE, read_state, state, plan.origin, plan.pipeline, same=describe
+            _SET_STATE,
+            read_state,
+            state,
+            plan.origin,
+            plan.pipeline,
+            self._epoch,
+            same=describe,
         )
         # Threads of the old position end before files are opened at the new one.
         self.close()
