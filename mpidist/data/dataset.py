@@ -333,8 +333,8 @@ class Dataset(metaclass=_DatasetType):
             chunk.
 
         Raises, on all replicas, when it is distributed:
-          ArgumentError: a rank has read rows in an order of its own before, and that
-            order is kept (`reshuffle_each_iteration=False`, or `cache`).
+          ArgumentError: `reshuffle_each_iteration` is False, there is no seed, and a
+            rank has read rows before, in an order that is not rank 0's.
         """
         check_name(name)
         size = validation.optional_integer("buffer_size", buffer_size, 1)

@@ -41,14 +41,18 @@ class EpochCounter:
         self._fixed = [seed for seed, is_fixed in seeds.items() if is_fixed]
         self._next = Epoch(0, dict(zip(seeds, numbers, strict=True)))
 
+    def peek(self) -> Epoch:
+        """Return the next epoch."""
+        # A state may have changed the numbers, for all datasets of a shuffle
+        fixed = {seed: seed.number for seed in self._fixed}
+        return Epoch(self._next.number, {**self._next.seeds, **fixed})
+
     def next_epoch(self) -> Epoch:
         """Return the next epoch, and advance."""
         # The counter is common to all iterators of a dataset: each starts a new epoch.
-        number, seeds = self._next.number, self._next.seeds
-        # A state may have changed the numbers, for all datasets of the shuffle
-        seeds = {**seeds, **{seed: seed.number for seed in self._fixed}}
-        self._next = Epoch(number + 1, seeds)
-        return Epoch(number, seeds)
+        epoch = self.peek()
+        self._next = Epoch(epoch.number + 1, epoch.seeds)
+        return epoch
 
     def resume_after(self, epoch: Epoch) -> None:
         """Make the epoch after `epoch` the next one."""

@@ -194,7 +194,7 @@ class DistributedDataset:
         first = BatchShare(slices, 0, chosen.balance_batches)
         plan = ReadPlan(
             extended,
-            share(extended, pipeline, first),
+            share(extended, pipeline, epochs.peek(), first),
             is_global=is_global(policy),
             is_batched=True,
             cardinality=origin.cardinality,
@@ -377,21 +377,19 @@ class _SeedOffer(NamedTuple):
     Args:
       number: of the shuffle, for all datasets that are made from it.
       drawn: for this dataset.
-      is_fixed: whether this dataset has the order of `number` in all epochs.
-      is_kept: whether rows have come in that order, or other ranks have it.
+      is_kept: whether rows have come in the order of `number`, or other ranks have it.
     """
 
     number: int
     drawn: int
-    is_fixed: bool
     is_kept: bool
 
 
 def _offer_seeds(seeds: Mapping[Seed, bool]) -> list[_SeedOffer]:
     """Return what this rank has drawn for the shuffles of a dataset."""
     return [
-        _SeedOffer(seed.number, drawn, is_fixed, seed.is_used or seed.is_common)
-        for (seed, is_fixed), drawn in zip(seeds.items(), draw_numbers(seeds))
+        _SeedOffer(seed.number, drawn, seed.is_used or seed.is_common)
+        for seed, drawn in zip(seeds, draw_numbers(seeds), strict=True)
     ]
 
 
@@ -413,22 +411,24 @@ def _agree_on_seeds(
     chosen = [next(filter(None, by_rank)) for by_rank in by_seed]
     # States are equal on all ranks, also where the datasets are not
     padded = [*seeds, *(Seed() for _ in chosen[len(seeds) :])]
-    for seed, number, by_rank in zip(padded, chosen, by_seed, strict=True):
-        others = {
-            rank: offer
-            for rank, offer in enumerate(by_rank)
-            if offer and offer.is_kept and offer.number != number.number
-        }
-        if any(offer and offer.is_fixed for offer in by_rank) and others:
+    fixed = {seed: seeds.get(seed, False) for seed in padded}
+    for seed, offer, by_rank in zip(padded, chosen, by_seed, strict=True):
+        others = [
+            rank
+            for rank, other in enumerate(by_rank)
+            if other and other.is_kept and other.number != offer.number
+        ]
+        if not others:
+            seed.number, seed.is_common = offer.number, len(offers) > 1
+        elif seed.is_fixed:
             raise ArgumentError(
                 f"{call}: a shuffle without a seed has another order on "
-                f"{name_ranks(list(others))}, where rows were read in it before the "
-                "dataset was distributed; give the shuffle a seed, or distribute first"
+                f"{name_ranks(others)}, where rows were read in it before the dataset "
+                "was distributed; give the shuffle a seed, or distribute first"
             )
-        if not others:
-            seed.number, seed.is_common = number.number, len(offers) > 1
-    fixed = {seed: seeds.get(seed, False) for seed in padded}
-    return EpochCounter(fixed, [number.drawn for number in chosen])
+        else:
+            fixed[seed] = False  # what a rank has cached for itself stays
+    return EpochCounter(fixed, [offer.drawn for offer in chosen])
 
 
 def _seed_pattern(pipeline: MapDataset | IterDataset) -> str:

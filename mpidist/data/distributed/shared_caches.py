@@ -59,6 +59,7 @@ def require_shareable(steps: MapDataset | IterDataset) -> None:
 def share(
     extended: ReplicaGroup,
     steps: MapDataset | IterDataset,
+    epoch: Epoch,
     first: BatchShare,
 ) -> MapDataset | IterDataset:
     """Return the dataset with caches that the ranks of a node share. Collective.
@@ -69,6 +70,7 @@ def share(
     Args:
       extended: of the strategy.
       steps: the dataset; shareable, and equal on all ranks.
+      epoch: of which the first is cached.
       first: the share of replica 0, in whose slices batches are read.
 
     Raises, on all ranks:
@@ -77,7 +79,7 @@ def share(
     """
 
     def change(cache: Cache, parent: MapDataset) -> NodeCache:
-        owner, cached = cache.memory, first_epoch(drawn_seeds(parent), Epoch())
+        owner, cached = cache.memory, first_epoch(drawn_seeds(parent), epoch)
         # The newest storage of this owner, if all ranks still have it.
         storage = extended.node_memory.find(owner)
         if storage is None or storage.note[0] != cached:
