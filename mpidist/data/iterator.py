@@ -127,12 +127,13 @@ class Origin(NamedTuple):
 
 def make_state(origin: Origin, epoch: Epoch, step: int) -> dict[str, int]:
     """Return the state before a step of an epoch."""
-    seeds = dict(zip(_seed_names(epoch), epoch.seeds.values()))
+    seeds = dict(zip(seed_names(epoch), epoch.seeds.values()))
     numbers = {"version": _VERSION, "epoch": epoch.number, "step": step}
     return {**numbers, "entropy": 0, **seeds, **origin._asdict()}
 
 
-def _seed_names(epoch: Epoch) -> list[str]:
+def seed_names(epoch: Epoch) -> list[str]:
+    """Return the names of the numbers of an epoch's seeds in a state."""
     return ["entropy", *(f"entropy_{i}" for i in range(1, len(epoch.seeds)))]
 
 
@@ -151,8 +152,8 @@ def read_state(
       ArgumentTypeError: `state` is not a dict of integers.
       ArgumentError: it is of another dataset or version, or damaged.
     """
-    seed_names = _seed_names(current)
-    numbers = _require_integers(state, seed_names)
+    names = seed_names(current)
+    numbers = _require_integers(state, names)
     saved = Origin(*(numbers[name] for name in Origin._fields))
     if differences := _differences(saved, origin, pipeline):
         raise ArgumentError(
@@ -164,11 +165,11 @@ def read_state(
         raise ArgumentError(
             f"the state is at step {step}, but an epoch has {origin.cardinality} steps"
         )
-    seeds = zip(current.seeds, map(numbers.__getitem__, seed_names))
+    seeds = zip(current.seeds, map(numbers.__getitem__, names))
     return Epoch(numbers["epoch"], dict(seeds)), step
 
 
-def _require_integers(state: Any, seed_names: Sequence[str]) -> dict[str, int]:
+def _require_integers(state: Any, names: Sequence[str]) -> dict[str, int]:
     """Return the integers of a state; raise if they are not valid."""
     # State may come from JSON, so check everything before it is used.
     if not isinstance(state, Mapping):
@@ -182,7 +183,7 @@ def _require_integers(state: Any, seed_names: Sequence[str]) -> dict[str, int]:
             f"mpidist reads version {_VERSION}"
         )
     # Neither missing nor additional keys: a later version would mean something else.
-    keys = ("version", "epoch", "step", *seed_names, *Origin._fields)
+    keys = ("version", "epoch", "step", *names, *Origin._fields)
     if different := sorted(map(str, state.keys() ^ set(keys))):
         raise ArgumentError(
             f"a state has the integers {', '.join(keys)}; this one differs in "
@@ -190,7 +191,7 @@ def _require_integers(state: Any, seed_names: Sequence[str]) -> dict[str, int]:
         )
     numbers = {name: _require_integer(name, state[name]) for name in keys}
     # The other numbers are only compared, so any integer will do.
-    for name in ("epoch", "step", *seed_names):
+    for name in ("epoch", "step", *names):
         if not 0 <= numbers[name] < 1 << 63:
             raise ArgumentError(
                 f"the state's {name} must be in 0..2**63-1, not {numbers[name]}"

@@ -153,6 +153,7 @@ BATCHED = {
     "cached": lambda n, b: numbers(n).batch(b).cache(),
     "concatenated": lambda n, b: numbers(n).batch(b).concatenate(numbers(4).batch(3)),
     "batches of batches": lambda n, b: numbers(n).batch(b, True).batch(2),
+    "full batches of batches": lambda n, b: numbers(n).batch(b, True).batch(3, True),
 }
 IN_ORDER = {
     "mapped": lambda n, b: numbers(n).batch(b).map(lambda x: x[x % 3 > 0]),
@@ -177,6 +178,26 @@ def test_unbatch(name, n, b):
         assert len(rows) == len(expected)
         assert plains(rows.skip(3)) == expected[3:]
         assert sorted(plains(rows.shuffle())) == sorted(expected)
+
+
+@settings(max_examples=40)
+@given(
+    n=st.integers(0, 40),
+    sizes=st.lists(st.integers(1, 5), min_size=2, max_size=3),
+    drop=st.booleans(),
+)
+def test_rows_that_batches_of_batches_leave_out_do_not_come_back(n, sizes, drop):
+    dataset, count = numbers(n), n
+    for i, size in enumerate(sizes):
+        is_last = i == len(sizes) - 1
+        dataset = dataset.batch(size, drop_remainder=drop or not is_last)
+    unit = int(np.prod(sizes if drop else sizes[:-1]))
+    count = n - n % unit
+    for size in sizes:
+        dataset = dataset.unbatch()
+    assert plains(dataset) == list(range(count))
+    assert len(dataset) == count
+    assert plains(dataset.repeat(2).skip(1)) == [*range(count), *range(count)][1:]
 
 
 def test_unbatch_of_nests():

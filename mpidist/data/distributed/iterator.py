@@ -23,7 +23,7 @@ from mpidist.data.distributed.reader import (
     start_reader,
 )
 from mpidist.data.distributed.shared_caches import reorder
-from mpidist.data.iterator import EpochCounter, make_state, read_state
+from mpidist.data.iterator import EpochCounter, make_state, read_state, seed_names
 from mpidist.data.map_dataset import Epoch
 from mpidist.data.optional import Optional
 from mpidist.data.spec import spec_of
@@ -229,8 +229,8 @@ class DistributedIterator:
                 ("epoch", epoch.number),
                 ("step", step),
             ]
-            numbers = enumerate(epoch.seeds.values())
-            return [*where, *((f"the state's seed {i}", n) for i, n in numbers)]
+            seeds = zip(seed_names(epoch), epoch.seeds.values())
+            return [*where, *((f"the state's {name}", n) for name, n in seeds)]
 
         # A wrong state on one rank raises on all, before anything has changed
         epoch, step = consensus.run(
