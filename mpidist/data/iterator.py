@@ -35,32 +35,29 @@ class EpochCounter:
       seeds: those that its shuffles have drawn, and whether it has their order in all
         epochs; see `drawn_seeds`.
       numbers: for this dataset; see `draw_numbers`.
+
+    Attributes:
+      seeds: the number of each seed in the current epoch.
     """
 
     def __init__(self, seeds: Mapping[Seed, bool], numbers: Sequence[int]):
         self._fixed = [seed for seed, is_fixed in seeds.items() if is_fixed]
-        self._next = Epoch(0, dict(zip(seeds, numbers, strict=True)))
-
-    def peek(self) -> Epoch:
-        """Return the next epoch."""
-        # A state may have changed the numbers, for all datasets of a shuffle
-        fixed = {seed: seed.number for seed in self._fixed}
-        return Epoch(self._next.number, {**self._next.seeds, **fixed})
+        self._number = 0
+        self.seeds: Mapping[Seed, int] = dict(zip(seeds, numbers, strict=True))
 
     def next_epoch(self) -> Epoch:
         """Return the next epoch, and advance."""
+        # A state may have changed the numbers, for all datasets of a shuffle
+        self.seeds = {**self.seeds, **{seed: seed.number for seed in self._fixed}}
         # The counter is common to all iterators of a dataset: each starts a new epoch.
-        epoch = self.peek()
-        self._next = Epoch(epoch.number + 1, epoch.seeds)
-        return epoch
+        self._number += 1
+        return Epoch(self._number - 1, self.seeds)
 
     def resume_after(self, epoch: Epoch) -> None:
         """Make the epoch after `epoch` the next one."""
         for seed in self._fixed:
             seed.number = epoch.seeds[seed]
-        # By way of next_epoch, so that the seeds of the state are kept as well.
-        self._next = epoch
-        self.next_epoch()
+        self._number, self.seeds = epoch.number + 1, epoch.seeds
 
 
 def draw_numbers(seeds: Mapping[Seed, bool]) -> list[int]:

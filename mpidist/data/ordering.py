@@ -69,10 +69,11 @@ class Shuffle(MapTransformation):
         if length is None:
             raise ArgumentError("an infinite dataset cannot be shuffled; shuffle first")
         key = self._key(epoch)
-        self.seed.is_used = self.seed.is_used or key[0] == self.seed.number
-        if (mixed := self.chunk_shuffle(epoch)) is None:
+        self.seed.is_used |= key[0] == self.seed.number
+        if (block := self._block()) is None:
             # `near`: batches ask for neighbouring positions, whose blocks are cached.
             return sharding.Permutation(length, *key).near(positions)
+        mixed = _chunk_shuffle(*block, *key)
         # Rows of one window come in any order, so a whole window must stay decoded.
         before, stripes = self._read
         stripes = stripes if before == key else frozenset()
@@ -82,10 +83,8 @@ class Shuffle(MapTransformation):
         return mixed(positions)
 
     def chunk_shuffle(self, epoch: Epoch) -> ChunkShuffle | None:
-        if (block := self._block()) is None:
-            return None
-        layout, block_chunks = block
-        return _chunk_shuffle(layout, *self._key(epoch), block_chunks)
+        block = self._block()
+        return None if block is None else _chunk_shuffle(*block, *self._key(epoch))
 
     def _block(self) -> tuple[ChunkLayout, int] | None:
         """Return how rows are stored, and how many chunks to mix; None for exact."""
@@ -98,8 +97,9 @@ class Shuffle(MapTransformation):
 
     def _key(self, epoch: Epoch) -> tuple[int, int]:
         """Return the seed and the epoch number of the permutation."""
+        seed = epoch.seeds.get(self.seed, self.seed.number)
         # Without reshuffling every epoch has the order of epoch 0.
-        return epoch.number_of(self.seed), epoch.number if self._reshuffle else 0
+        return seed, epoch.number if self._reshuffle else 0
 
 
 _chunk_shuffle = functools.lru_cache(maxsize=8)(ChunkShuffle)
@@ -435,7 +435,7 @@ class IterShuffle(IterTransformation):
 
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
         seed = epoch.number_of(self.seed)
-        self.seed.is_used = self.seed.is_used or seed == self.seed.number
+        self.seed.is_used |= seed == self.seed.number
         number = epoch.number if self._reshuffle else 0
         # Numbered by epoch: the same epoch gives the same order after a restart.
         random = np.random.default_rng([sharding.to_word(seed), number])

@@ -133,12 +133,12 @@ class ChunkShuffle:
 
     Args:
       layout: how the rows are stored in chunks.
+      block_chunks: number of chunks mixed at a time, over all stripes.
       seed: any integer.
       epoch: number of the epoch; each has another order.
-      block_chunks: number of chunks mixed at a time, over all stripes.
     """
 
-    def __init__(self, layout: ChunkLayout, seed: int, epoch: int, block_chunks: int):
+    def __init__(self, layout: ChunkLayout, block_chunks: int, seed: int, epoch: int):
         self._length = sum(layout.lengths)
         self._seed = seed
         self._epoch = epoch

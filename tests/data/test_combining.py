@@ -193,7 +193,7 @@ def test_rows_that_batches_of_batches_leave_out_do_not_come_back(n, sizes, drop)
         dataset = dataset.batch(size, drop_remainder=drop or not is_last)
     unit = int(np.prod(sizes if drop else sizes[:-1]))
     count = n - n % unit
-    for size in sizes:
+    for _ in sizes:
         dataset = dataset.unbatch()
     assert plains(dataset) == list(range(count))
     assert len(dataset) == count

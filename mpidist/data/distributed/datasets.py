@@ -194,7 +194,7 @@ class DistributedDataset:
         first = BatchShare(slices, 0, chosen.balance_batches)
         plan = ReadPlan(
             extended,
-            share(extended, pipeline, epochs.peek(), first),
+            share(extended, pipeline, Epoch(0, epochs.seeds), first),
             is_global=is_global(policy),
             is_batched=True,
             cardinality=origin.cardinality,
