@@ -409,26 +409,35 @@ def _agree_on_seeds(
     """
     by_seed = list(itertools.zip_longest(*offers))
     chosen = [next(filter(None, by_rank)) for by_rank in by_seed]
-    # States are equal on all ranks, also where the datasets are not
-    padded = [*seeds, *(Seed() for _ in chosen[len(seeds) :])]
-    fixed = {seed: seeds.get(seed, False) for seed in padded}
-    for seed, offer, by_rank in zip(padded, chosen, by_seed, strict=True):
-        others = [
-            rank
-            for rank, other in enumerate(by_rank)
-            if other and other.is_kept and other.number != offer.number
-        ]
-        if not others:
-            seed.number, seed.is_common = offer.number, len(offers) > 1
-        elif seed.is_fixed:
+    others = [_ranks_with_other_orders(*pair) for pair in zip(chosen, by_seed)]
+    for seed, ranks in zip(seeds, others):
+        if ranks and seed.is_fixed:
             raise ArgumentError(
                 f"{call}: a shuffle without a seed has another order on "
-                f"{name_ranks(others)}, where rows were read in it before the dataset "
-                "was distributed; give the shuffle a seed, or distribute first"
+                f"{name_ranks(ranks)}, where it was used before the dataset was "
+                "distributed; give the shuffle a seed, or distribute first"
             )
-        else:
-            fixed[seed] = False  # what a rank has cached for itself stays
+    # States are equal on all ranks, also where the datasets are not
+    padded = [*seeds, *(Seed() for _ in chosen[len(seeds) :])]
+    for seed, offer, ranks in zip(padded, chosen, others, strict=True):
+        if not ranks:
+            seed.number = offer.number
+            seed.is_common |= len(offers) > 1
+    # What a rank has cached for itself stays there
+    pairs = zip(padded, others, strict=True)
+    fixed = {seed: seeds.get(seed, False) and not ranks for seed, ranks in pairs}
     return EpochCounter(fixed, [offer.drawn for offer in chosen])
+
+
+def _ranks_with_other_orders(
+    chosen: _SeedOffer, by_rank: Sequence[_SeedOffer | None]
+) -> list[int]:
+    """Return the ranks that keep another order than the chosen one."""
+    return [
+        rank
+        for rank, offer in enumerate(by_rank)
+        if offer and offer.is_kept and offer.number != chosen.number
+    ]
 
 
 def _seed_pattern(pipeline: MapDataset | IterDataset) -> str:
