@@ -55,6 +55,7 @@ class EpochCounter:
 
     def resume_after(self, epoch: Epoch) -> None:
         """Make the epoch after `epoch` the next one."""
+        # Other datasets of the shuffle follow: the other part of a split
         for seed in self._fixed:
             seed.number = epoch.seeds[seed]
         self._number, self.seeds = epoch.number + 1, epoch.seeds

@@ -354,6 +354,7 @@ def drawn_seeds(steps: Any) -> dict[Seed, bool]:
     def collect(step: Any, is_fixed: bool) -> None:
         if (seed := step.seed) is not None and not seed.is_given:
             seeds[seed] = seeds.get(seed, False) or is_fixed or seed.is_fixed
+        # Below a cache all epochs are the first one
         for parent in step.parents:
             collect(parent, is_fixed or step.keeps_first_epoch)
 

@@ -70,6 +70,7 @@ class Seed:
     """
 
     def __init__(self, number: int | None = None, is_fixed: bool = False):
+        # Inside `interleave` all ranks draw the same
         draw, is_common = _source.get()
         self.is_given = number is not None
         self.is_common = self.is_given or is_common
@@ -199,6 +200,7 @@ class ChunkShuffle:
 
     def _in_stripes(self, positions: Indices) -> tuple[Indices, Indices]:
         """Return the stripe of each position, and its position before mixing."""
+        # Each turn takes the next run of every stripe
         turns, inside = np.divmod(positions, self._turn)
         stripes, run = np.divmod(inside, STRIPE_ROWS)
         return stripes, self._stripe_start(stripes) + turns * STRIPE_ROWS + run

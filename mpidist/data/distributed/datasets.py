@@ -410,6 +410,7 @@ def _agree_on_seeds(
     by_seed = list(itertools.zip_longest(*offers))
     chosen = [next(filter(None, by_rank)) for by_rank in by_seed]
     others = [_ranks_with_other_orders(*pair) for pair in zip(chosen, by_seed)]
+    # Check all before any changes
     for seed, ranks in zip(seeds, others):
         if ranks and seed.is_fixed:
             raise ArgumentError(
@@ -442,6 +443,7 @@ def _ranks_with_other_orders(
 
 def _seed_pattern(pipeline: MapDataset | IterDataset) -> str:
     """Return which shuffles of a dataset are the same one, as text."""
+    # zip(a, a) and zip(a, b) are described alike
     seeds = list(drawn_seeds(pipeline))
     return str([seeds.index(s.seed) for s in walk(pipeline) if s.seed in seeds])
 
