@@ -137,9 +137,7 @@ class Batch(MapTransformation):
     """Stacks of consecutive elements."""
 
     def __init__(self, parent: MapDataset, batch_size: int, drop_remainder: bool):
-        # The parent learns the batch size, so that a shuffle of chunks can align its
-        # windows.
-        super().__init__(parent.before_batch(batch_size))
+        super().__init__(parent)
         self._batch_size = batch_size
         self._drop_remainder = drop_remainder
         self._is_of_mapped = self._parent.is_mapped
@@ -168,9 +166,6 @@ class Batch(MapTransformation):
             # Rows of dropped batches must not come back: see `FullBatches`.
             return FullBatches(self._parent, self._batch_size)
         return self._parent
-
-    def before_batch(self, batch_size: int) -> MapDataset:
-        return self  # batches of batches
 
     def reserve_cache(self, elements: int) -> None:
         self._parent.reserve_cache(elements * self._batch_size)

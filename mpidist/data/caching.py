@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,13 @@ import numpy.typing as npt
 
 from mpidist.data.elements import is_plain, one_dtype, split, stack
 from mpidist.data.iter_dataset import IterDataset, IterTransformation
-from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
+from mpidist.data.map_dataset import (
+    Epoch,
+    MapDataset,
+    MapTransformation,
+    drawn_seeds,
+)
+from mpidist.data.shuffling import Seed
 from mpidist.data.sources import Positions, take_rows
 from mpidist.data.spec import TensorSpec
 from mpidist.errors import ArgumentError, MpidistError
@@ -97,10 +103,14 @@ class CacheMemory:
             return self.kept
 
 
-def first_epoch(parent: MapDataset | IterDataset, epoch: Epoch) -> Epoch:
-    """Return the epoch in which transformations before a cache run: the first."""
-    # Without randomness all epochs are alike, whatever entropy the caller has.
-    return Epoch(0, epoch.entropy if parent.needs_entropy else 0)
+def first_epoch(seeds: Iterable[Seed], epoch: Epoch) -> Epoch:
+    """Return the epoch in which transformations before a cache run: the first.
+
+    Args:
+      seeds: those that shuffles before the cache have drawn.
+      epoch: the caller's, which may have other seeds as well.
+    """
+    return Epoch(0, {seed: epoch.number_of(seed) for seed in seeds})
 
 
 def _make_table(example: Any, rows: int | None) -> RowTable | ElementCells:
@@ -126,17 +136,24 @@ def _as_cells(table: RowTable | ElementCells, rows: int) -> ElementCells:
 class CacheBase(MapTransformation):
     """The base of caches, which keep the order of elements."""
 
+    keeps_first_epoch = True
+
+    def __init__(self, parent: MapDataset):
+        super().__init__(parent)
+        self._seeds = tuple(drawn_seeds(parent))
+
+    def first_epoch(self, epoch: Epoch) -> Epoch:
+        """Return the epoch in which earlier transformations run: the first."""
+        return first_epoch(self._seeds, epoch)
+
     def describe(self) -> str:
         return f"{self._parent.describe()}.cache"
 
     def chunk_layout(self) -> ChunkLayout | None:
         return self._parent.chunk_layout()
 
-    def before_batch(self, batch_size: int) -> MapDataset:
-        return self  # cached elements do not depend on later transformations
-
     def batch_rows(self, epoch: Epoch, i: int) -> int:
-        return self._parent.batch_rows(first_epoch(self._parent, epoch), i)
+        return self._parent.batch_rows(self.first_epoch(epoch), i)
 
     @property
     def parent(self) -> MapDataset:
@@ -227,15 +244,15 @@ class Cache(CacheBase):
         return nest.map_leaves(lambda a: a[part], self.element(epoch, i))
 
     def example(self, epoch: Epoch) -> Any:
-        epoch, kept = first_epoch(self._parent, epoch), self.memory.kept
-        # The caller may not know the entropy yet; do not replace a cached epoch
+        epoch, kept = self.first_epoch(epoch), self.memory.kept
+        # The caller may not know the seeds yet; do not replace a cached epoch
         if kept is None or kept.epoch != epoch or not self.length:
             return self._parent.example(epoch)
         return self.element(epoch, 0)
 
     def _kept(self, epoch: Epoch) -> CachedEpoch:
         self.require_end()
-        return self.memory.of(first_epoch(self._parent, epoch))
+        return self.memory.of(self.first_epoch(epoch))
 
     def _rows(self) -> int | None:
         """Return the capacity of a table; None for batches, which become cells."""
@@ -244,6 +261,8 @@ class Cache(CacheBase):
 
 class IterCache(IterTransformation):
     """The elements, kept in the memory of this process after one complete epoch."""
+
+    keeps_first_epoch = True
 
     def __init__(self, parent: IterDataset):
         super().__init__(parent)
@@ -261,8 +280,8 @@ class IterCache(IterTransformation):
         return IterCache(change(self._parent))
 
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
-        kept, epoch = self._kept, first_epoch(self._parent, epoch)
-        # Another entropy means another order: iterate again, and keep that one.
+        kept, epoch = self._kept, first_epoch(drawn_seeds(self._parent), epoch)
+        # Other seeds mean another order: iterate again, and keep that one.
         if kept is not None and kept[0] == epoch:
             yield from map(copied, kept[1])
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +16,19 @@ from mpidist.data.iter_dataset import (
     IterTransformation,
     MapToIterDataset,
 )
-from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
+from mpidist.data.map_dataset import (
+    Epoch,
+    MapDataset,
+    MapTransformation,
+    drawn_seeds,
+)
+from mpidist.data.sharding import mix_seed
+from mpidist.data.shuffling import Seed, drawing
 from mpidist.data.sources import Positions
 from mpidist.data.spec import require_like_members
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.hdf5.chunks import ChunkLayout
 from mpidist.util import nest, validation
-from mpidist.util.hashing import hash62
 from mpidist.util.shares import BatchShare
 from mpidist.util.threads import read_ahead
 
@@ -86,34 +93,23 @@ class Zip(MapDataset):
     def replace_parents(self, change: Callable[[MapDataset], MapDataset]) -> MapDataset:
         return Zip([change(component) for component in self._components], self._spec)
 
-    def _join(self, get: Callable[[MapDataset, Epoch], Any], epoch: Epoch) -> Any:
-        """Return the structure of `get(component, epoch of the component)`."""
-        # Components after the first get an epoch of their own, so that two shuffles
-        # without a seed do not produce the same order.
-        values = [
-            get(p, epoch_of_component(epoch, i)) for i, p in enumerate(self._components)
-        ]
-        return nest.unflatten(self._spec, values)
+    def _join(self, get: Callable[[MapDataset], Any]) -> Any:
+        """Return the structure of `get(component)`."""
+        return nest.unflatten(self._spec, list(map(get, self._components)))
 
     def element(self, epoch: Epoch, i: int) -> Any:
-        return self._join(lambda component, epoch: component.element(epoch, i), epoch)
+        return self._join(lambda component: component.element(epoch, i))
 
     def elements(self, epoch: Epoch, positions: Positions) -> Any:
-        return self._join(lambda c, epoch: c.elements(epoch, positions), epoch)
+        return self._join(lambda component: component.elements(epoch, positions))
 
     def element_list(self, epoch: Epoch, positions: Positions) -> list[Any]:
-        columns = [
-            component.element_list(epoch_of_component(epoch, i), positions)
-            for i, component in enumerate(self._components)
-        ]
+        columns = [c.element_list(epoch, positions) for c in self._components]
         rows = zip(*columns, strict=True)
         return [nest.unflatten(self._spec, row) for row in rows]
 
     def batch_rows(self, epoch: Epoch, i: int) -> int:
-        rows = [
-            component.batch_rows(epoch_of_component(epoch, k), i)
-            for k, component in enumerate(self._components)
-        ]
+        rows = [component.batch_rows(epoch, i) for component in self._components]
         if len(set(rows)) > 1:
             raise ArgumentError(
                 f"zip: batch {i} has {', '.join(map(str, rows))} rows in the datasets, "
@@ -123,37 +119,21 @@ class Zip(MapDataset):
 
     def local_batch(self, epoch: Epoch, i: int, share: BatchShare) -> Any:
         self.batch_rows(epoch, i)
-        return self._join(lambda c, epoch: c.local_batch(epoch, i, share), epoch)
+        return self._join(lambda component: component.local_batch(epoch, i, share))
 
     def local_batches(
         self, epoch: Epoch, steps: range, share: BatchShare
     ) -> Iterator[Any]:
         for i in steps:
             self.batch_rows(epoch, i)
-        batches = [
-            component.local_batches(epoch_of_component(epoch, k), steps, share)
-            for k, component in enumerate(self._components)
-        ]
+        batches = [c.local_batches(epoch, steps, share) for c in self._components]
         return (nest.unflatten(self._spec, batch) for batch in zip(*batches))
 
     def example(self, epoch: Epoch) -> Any:
-        return self._join(lambda component, epoch: component.example(epoch), epoch)
+        return self._join(lambda component: component.example(epoch))
 
     def empty_batch(self, epoch: Epoch) -> Any:
-        return self._join(lambda component, epoch: component.empty_batch(epoch), epoch)
-
-
-def epoch_of_component(epoch: Epoch, number: int) -> Epoch:
-    """Return the epoch of one of several datasets that are read together.
-
-    Shuffles without a seed must differ between them: otherwise equal permutations
-    would keep the same rows paired in every epoch.
-    """
-    if number == 0 or epoch.entropy == 0:
-        return epoch
-    return dataclasses.replace(
-        epoch, entropy=hash62(f"part {number} of {epoch.entropy}")
-    )
+        return self._join(lambda component: component.empty_batch(epoch))
 
 
 class Enumerate(MapTransformation):
@@ -237,10 +217,7 @@ class IterZip(IterDataset):
         )
 
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
-        iterators = [
-            component.iterate(epoch_of_component(epoch, i))
-            for i, component in enumerate(self._components)
-        ]
+        iterators = [component.iterate(epoch) for component in self._components]
         return (nest.unflatten(self._spec, elements) for elements in zip(*iterators))
 
     def example(self) -> Any:
@@ -301,6 +278,8 @@ class Interleave(IterTransformation):
         self._workers = workers
         self._first: IterDataset | None = None
         self._members: tuple[Any, ...] = ()  # of a dataset before
+        # Of it and the number of an element follow the seeds that `map_func` draws
+        self.seed: Seed = Seed()
 
     @property
     def members(self) -> tuple[Any, ...]:
@@ -314,24 +293,15 @@ class Interleave(IterTransformation):
     def is_batched(self) -> bool:
         return self._example_dataset().is_batched
 
-    @property
-    def needs_entropy(self) -> bool:
-        return True  # datasets of later elements may be shuffled
-
     # map_func is left out: functions cannot be compared between processes.
     def describe(self) -> str:
         arguments = f"{self._cycle_length}, {self._block_length}"
         return f"{self._parent.describe()}.interleave({arguments})"
 
     def rebatch(self, workers: int) -> IterDataset:
-        return Interleave(
-            self._parent,
-            self._map_func,
-            self._cycle_length,
-            self._block_length,
-            self._is_threaded,
-            self._workers * workers,
-        )
+        again = copy.copy(self)
+        again._workers, again._first = self._workers * workers, None
+        return again
 
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
         # As in TensorFlow, the next dataset takes the slot of one that has ended when
@@ -356,16 +326,22 @@ class Interleave(IterTransformation):
 
     def _start(self, epoch: Epoch, number: int, element: Any) -> Iterator[Any]:
         """Return the elements of the dataset made of one element."""
-        dataset = self._make(element)
+        dataset = self._make(epoch, number, element)
         require_like_members(self._members, dataset.members)
         self._members = dataset.members
-        elements = dataset.iterate(epoch_of_component(epoch, number + 1))
+        elements = dataset.iterate(epoch)
         return (
             read_ahead(elements, self._block_length) if self._is_threaded else elements
         )
 
-    def _make(self, element: Any) -> IterDataset:
-        made = call_function(self._map_func, element)
+    def _make(self, epoch: Epoch, number: int, element: Any) -> IterDataset:
+        count = itertools.count()
+
+        def draw() -> int:
+            return mix_seed(epoch.number_of(self.seed), number, next(count))
+
+        with drawing(draw, self.seed.is_common):
+            made = call_function(self._map_func, element)
         dataset = getattr(made, "pipeline", None)
         if isinstance(dataset, MapDataset):
             dataset = MapToIterDataset(dataset)
@@ -374,12 +350,19 @@ class Interleave(IterTransformation):
                 "map_func of interleave must return a mpidist.Dataset, not "
                 f"{validation.shown(made)}"
             )
+        # Other ranks may have drawn other seeds outside of the function
+        if self.seed.is_common and not all(s.is_common for s in drawn_seeds(dataset)):
+            raise ArgumentError(
+                "map_func of interleave uses a dataset that was shuffled without a "
+                "seed outside of it, whose order may differ between ranks; give that "
+                "shuffle a seed"
+            )
         return dataset.rebatch(self._workers) if self._workers > 1 else dataset
 
     def _example_dataset(self) -> IterDataset:
         """Return the dataset of the first element; calls the function only once."""
         if self._first is None:
-            self._first = self._make(self._parent.example())
+            self._first = self._make(Epoch(), 0, self._parent.example())
         return self._first
 
     def example(self) -> Any:

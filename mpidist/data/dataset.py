@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import os
-import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from mpidist.data.iterator import (
     DatasetIterator,
     EpochCounter,
     concatenate,
+    draw_numbers,
     is_sharded,
     to_iter_dataset,
     transform,
@@ -27,7 +27,12 @@ from mpidist.data.iterator import (
     warn_undistributed,
     zip_together,
 )
-from mpidist.data.map_dataset import INFINITE_CARDINALITY, MapDataset, SourceMapDataset
+from mpidist.data.map_dataset import (
+    INFINITE_CARDINALITY,
+    MapDataset,
+    SourceMapDataset,
+    drawn_seeds,
+)
 from mpidist.data.sources import ArrayRows, RangeRows
 from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpidist.hdf5.files import check_names, is_one_path, list_files
@@ -87,10 +92,8 @@ class Dataset(metaclass=_DatasetType):
         self._pipeline = pipeline
         self._options = options or Options()
         self._read_ahead = read_ahead
-        # Without use for entropy, draw none: states are equal in all processes then
-        self._epochs = EpochCounter(
-            secrets.randbits(62) if pipeline.needs_entropy else 0
-        )
+        seeds = drawn_seeds(pipeline)
+        self._epochs = EpochCounter(seeds, draw_numbers(seeds))
         self._spec: Any = None
 
     def __repr__(self) -> str:
@@ -220,9 +223,9 @@ class Dataset(metaclass=_DatasetType):
         """Return a dataset of elements of several datasets side by side.
 
         It ends with the shortest. It has random access if all of them have; with a
-        generator's dataset it can only be read in order. Earlier shuffles without a
-        seed use a different order in each dataset. AutoShardPolicy.FILE is refused,
-        because a row can come from several files.
+        generator's dataset it can only be read in order. Two shuffles without a seed
+        have different orders, but all that is made from one shuffle has its order.
+        AutoShardPolicy.FILE is refused, because a row can come from several files.
 
         Args:
           *args: datasets; or one structure of datasets: tuples and dicts.
@@ -312,22 +315,31 @@ class Dataset(metaclass=_DatasetType):
         same for any number of replicas. (Only the elements of a generator are drawn
         from a buffer of `buffer_size`.)
 
+        With `reshuffle_each_iteration=False` all datasets that are made from the result
+        have one order, with or without a seed: `take(n)` and `skip(n)` have no row in
+        common, whatever comes after them.
+
         All permutations are equally likely, except for HDF5 files with compressed
         chunks, where every row read would decode a chunk. These chunks are read in a
-        random order, and the rows of `window_chunks` chunks are mixed; the rows of a
-        batch then also depend on the batch size. (Compressed datasets of at most 64 MiB
-        in total are kept decoded and shuffled exactly.)
+        random order, and the rows of `window_chunks` chunks are mixed, of which each
+        run of 32 rows has those of 8 chunks or more. (Compressed datasets of at most 64
+        MiB in total are kept decoded and shuffled exactly.)
 
         Args:
           buffer_size: None or >= 1; needed for a generator.
-          seed: an integer of up to 256 bits. None draws a seed that all replicas share.
+          seed: an integer of up to 256 bits. None draws a seed, which all replicas
+            share once a dataset with it is distributed.
           reshuffle_each_iteration: whether each epoch has a different order.
           name: accepted for TensorFlow compatibility.
-          window_chunks: how many chunks are mixed at a time, over all replicas (at
-            least one for each 16 to 32 rows of a batch). 0 always permutes exactly.
-            None mixes 64 chunks (fewer if these exceed 256 MiB) if chunks are
-            compressed, and permutes exactly otherwise. A number also applies to
-            uncompressed rows; without chunks, 1 MiB of rows counts as a chunk.
+          window_chunks: how many chunks are mixed at a time, over all replicas. 0
+            always permutes exactly. None mixes 384 chunks (fewer if these exceed 256
+            MiB) if chunks are compressed, and permutes exactly otherwise. A number also
+            applies to uncompressed rows; without chunks, 1 MiB of rows counts as a
+            chunk.
+
+        Raises, on all replicas, when it is distributed:
+          ArgumentError: `reshuffle_each_iteration` is False, there is no seed, and a
+            rank has read rows before, in an order that is not rank 0's.
         """
         check_name(name)
         size = validation.optional_integer("buffer_size", buffer_size, 1)
@@ -410,7 +422,7 @@ class Dataset(metaclass=_DatasetType):
 
         Earlier transformations run once, in the order of the first epoch, so shuffle
         after `cache`. A generator is cached after one complete epoch. Datasets derived
-        from this one share the cache, unless an earlier shuffle has no seed.
+        from this one share the cache.
 
         In a distributed dataset the ranks of a node share one copy of the rows. It is
         freed with the strategy, or when no rank has the dataset any more. (If each

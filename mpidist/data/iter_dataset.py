@@ -15,6 +15,7 @@ from typing import Any
 
 from mpidist.data.elements import as_element, take_element
 from mpidist.data.map_dataset import Epoch, MapDataset, OpenSources
+from mpidist.data.shuffling import Seed
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.util import nest, validation
@@ -30,6 +31,8 @@ class IterDataset(abc.ABC):
 
     cardinality = UNKNOWN_CARDINALITY
     may_be_scalars = False  # v1 iterators accept scalars in place of batches
+    seed: Seed | None = None  # of a shuffle
+    keeps_first_epoch = False  # see `MapDataset`
 
     @property
     @abc.abstractmethod
@@ -50,11 +53,6 @@ class IterDataset(abc.ABC):
     def members(self) -> tuple[Any, ...]:
         """The members of enums, as of a `MapDataset`; empty if unknown."""
         return self.parents[0].members if len(self.parents) == 1 else ()
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether the order depends on `Epoch.entropy`."""
-        return any(parent.needs_entropy for parent in self.parents)
 
     @property
     def file_count(self) -> int:

@@ -13,6 +13,7 @@ from mpidist.data import batching, caching, combining, ordering
 from mpidist.data.iter_dataset import IterDataset, MapToIterDataset
 from mpidist.data.map_dataset import Epoch, MapDataset, walk
 from mpidist.data.optional import Optional
+from mpidist.data.shuffling import Seed, draw_number
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError, OutOfRangeError
 from mpidist.util import nest, validation
 from mpidist.util.hashing import hash62
@@ -30,31 +31,51 @@ _EACH_READS_ALL = -1
 class EpochCounter:
     """The next epoch of a dataset, shared by all of its iterators.
 
+    Args:
+      seeds: those that its shuffles have drawn, and whether it has their order in all
+        epochs; see `drawn_seeds`.
+      numbers: for this dataset; see `draw_numbers`.
+
     Attributes:
+      seeds: the number of each seed in the current epoch.
       is_saved: whether the position of an iterator was asked for, or set.
     """
 
-    def __init__(self, entropy: int):
-        self._next = Epoch(0, entropy)
+    def __init__(self, seeds: Mapping[Seed, bool], numbers: Sequence[int]):
+        self._fixed = [seed for seed, is_fixed in seeds.items() if is_fixed]
+        self._number = 0
+        self.seeds: Mapping[Seed, int] = dict(zip(seeds, numbers, strict=True))
         self.is_saved = False
 
     @property
     def has_begun(self) -> bool:
         """Whether there is or was an iterator."""
-        return self._next.number > 0
+        return self._number > 0
 
     def next_epoch(self) -> Epoch:
         """Return the next epoch, and advance."""
+        # A state may have changed the numbers, for all datasets of a shuffle
+        self.seeds = {**self.seeds, **{seed: seed.number for seed in self._fixed}}
         # The counter is common to all iterators of a dataset: each starts a new epoch.
-        epoch = self._next
-        self._next = Epoch(epoch.number + 1, epoch.entropy)
-        return epoch
+        self._number += 1
+        return Epoch(self._number - 1, self.seeds)
 
     def resume_after(self, epoch: Epoch) -> None:
         """Make the epoch after `epoch` the next one."""
-        # By way of next_epoch, so that the entropy of the state is kept as well.
-        self._next = epoch
-        self.next_epoch()
+        # Other datasets of the shuffle follow: the other part of a split
+        for seed in self._fixed:
+            seed.number = epoch.seeds[seed]
+        self._number, self.seeds = epoch.number + 1, epoch.seeds
+
+
+def draw_numbers(seeds: Mapping[Seed, bool]) -> list[int]:
+    """Return the numbers of some seeds for a new dataset.
+
+    Where a shuffle has another order in each epoch, it has another one in each dataset.
+    """
+    return [
+        seed.number if is_fixed else draw_number() for seed, is_fixed in seeds.items()
+    ]
 
 
 class Origin(NamedTuple):
@@ -109,17 +130,20 @@ class Origin(NamedTuple):
         )
 
 
-_KEYS = ("version", "epoch", "step", "entropy", *Origin._fields)
-
-
 def make_state(origin: Origin, epoch: Epoch, step: int) -> dict[str, int]:
     """Return the state before a step of an epoch."""
-    numbers = (_VERSION, epoch.number, step, epoch.entropy, *origin)
-    return dict(zip(_KEYS, numbers, strict=True))
+    seeds = dict(zip(seed_names(epoch), epoch.seeds.values()))
+    numbers = {"version": _VERSION, "epoch": epoch.number, "step": step}
+    return {**numbers, "entropy": 0, **seeds, **origin._asdict()}
+
+
+def seed_names(epoch: Epoch) -> list[str]:
+    """Return the names of the numbers of an epoch's seeds in a state."""
+    return ["entropy", *(f"entropy_{i}" for i in range(1, len(epoch.seeds)))]
 
 
 def read_state(
-    state: Any, origin: Origin, pipeline: MapDataset | IterDataset
+    state: Any, origin: Origin, pipeline: MapDataset | IterDataset, current: Epoch
 ) -> tuple[Epoch, int]:
     """Return the epoch and the step of a state.
 
@@ -127,12 +151,14 @@ def read_state(
       state: returned by `make_state`.
       origin: expected origin of the state.
       pipeline: the dataset that is read here, for messages.
+      current: an epoch of it, with the same seeds.
 
     Raises:
       ArgumentTypeError: `state` is not a dict of integers.
       ArgumentError: it is of another dataset or version, or damaged.
     """
-    numbers = _require_integers(state)
+    names = seed_names(current)
+    numbers = _require_integers(state, names)
     saved = Origin(*(numbers[name] for name in Origin._fields))
     if differences := _differences(saved, origin, pipeline):
         raise ArgumentError(
@@ -144,10 +170,11 @@ def read_state(
         raise ArgumentError(
             f"the state is at step {step}, but an epoch has {origin.cardinality} steps"
         )
-    return Epoch(numbers["epoch"], numbers["entropy"]), step
+    seeds = zip(current.seeds, map(numbers.__getitem__, names))
+    return Epoch(numbers["epoch"], dict(seeds)), step
 
 
-def _require_integers(state: Any) -> dict[str, int]:
+def _require_integers(state: Any, names: Sequence[str]) -> dict[str, int]:
     """Return the integers of a state; raise if they are not valid."""
     # State may come from JSON, so check everything before it is used.
     if not isinstance(state, Mapping):
@@ -161,14 +188,15 @@ def _require_integers(state: Any) -> dict[str, int]:
             f"mpidist reads version {_VERSION}"
         )
     # Neither missing nor additional keys: a later version would mean something else.
-    if different := sorted(map(str, state.keys() ^ set(_KEYS))):
+    keys = ("version", "epoch", "step", *names, *Origin._fields)
+    if different := sorted(map(str, state.keys() ^ set(keys))):
         raise ArgumentError(
-            f"a state has the integers {', '.join(_KEYS)}; this one differs in "
+            f"a state has the integers {', '.join(keys)}; this one differs in "
             f"{', '.join(different)}"
         )
-    numbers = {name: _require_integer(name, state[name]) for name in _KEYS}
+    numbers = {name: _require_integer(name, state[name]) for name in keys}
     # The other numbers are only compared, so any integer will do.
-    for name in ("epoch", "step", "entropy"):
+    for name in ("epoch", "step", *names):
         if not 0 <= numbers[name] < 1 << 63:
             raise ArgumentError(
                 f"the state's {name} must be in 0..2**63-1, not {numbers[name]}"
@@ -323,7 +351,7 @@ class DatasetIterator:
         """Return the position of this iterator: a few integers, each below 2**63.
 
         They are the epoch, the number of its elements that `next` has returned, the
-        seed of shuffles without one, and hashes that identify the dataset. Prefetched
+        seeds of shuffles without one, and hashes that identify the dataset. Prefetched
         elements do not count.
         """
         return make_state(self._require_origin(), self._epoch, self._step)
@@ -343,7 +371,9 @@ class DatasetIterator:
           DataError: a generator yields too few elements.
           What a mapped function or a generator raises.
         """
-        epoch, step = read_state(state, self._require_origin(), self._pipeline)
+        epoch, step = read_state(
+            state, self._require_origin(), self._pipeline, self._epoch
+        )
         # A prefetching thread must have ended before its dataset starts again.
         self.close()
         self._start(epoch, step)

@@ -11,13 +11,13 @@ import abc
 import copy
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 
 from mpidist.data.elements import plain_array, split
-from mpidist.data.shuffling import ChunkShuffle
+from mpidist.data.shuffling import ChunkShuffle, Seed
 from mpidist.data.sources import (
     BufferedSource,
     ChunkedSource,
@@ -41,17 +41,25 @@ class Epoch:
 
     Args:
       number: of epochs before this one; shuffles permute each epoch differently.
-      entropy: seed of all shuffles without a seed of their own.
+      seeds: numbers in place of those of seeds that were drawn.
     """
 
     number: int = 0
-    entropy: int = 0
+    seeds: Mapping[Seed, int] = dataclasses.field(default_factory=dict, hash=False)
+
+    def number_of(self, seed: Seed) -> int:
+        """Return the number of a seed."""
+        return self.seeds.get(seed, seed.number)
 
 
 class MapDataset(abc.ABC):
     """A source with its transformations. Elements are nests of arrays."""
 
     _empty: Any = None
+    # Of a shuffle
+    seed: Seed | None = None
+    # Whether all epochs have the elements of the first one
+    keeps_first_epoch = False
 
     @property
     @abc.abstractmethod
@@ -94,11 +102,6 @@ class MapDataset(abc.ABC):
         return min((parent.file_count for parent in self.parents), default=0)
 
     @property
-    def needs_entropy(self) -> bool:
-        """Whether the order depends on `Epoch.entropy`."""
-        return any(parent.needs_entropy for parent in self.parents)
-
-    @property
     def has_known_spec(self) -> bool:
         """Whether `element_spec` neither opens a file nor calls a user function."""
         return all(parent.has_known_spec for parent in self.parents)
@@ -134,10 +137,6 @@ class MapDataset(abc.ABC):
         """Size the cache of decoded chunks for random reads among so many elements."""
         for parent in self.parents:
             parent.reserve_cache(elements)
-
-    def before_batch(self, batch_size: int) -> MapDataset:
-        """Return this dataset, prepared for batches of so many elements."""
-        return self.replace_parents(lambda parent: parent.before_batch(batch_size))
 
     @abc.abstractmethod
     def describe(self) -> str:
@@ -354,6 +353,24 @@ def walk(steps: Any) -> Iterator[Any]:
     yield steps
     for parent in steps.parents:
         yield from walk(parent)
+
+
+def drawn_seeds(steps: Any) -> dict[Seed, bool]:
+    """Return the seeds that a dataset's shuffles have drawn, in order.
+
+    With each: whether the dataset has its order in all epochs.
+    """
+    seeds: dict[Seed, bool] = {}
+
+    def collect(step: Any, is_fixed: bool) -> None:
+        if (seed := step.seed) is not None and not seed.is_given:
+            seeds[seed] = seeds.get(seed, False) or is_fixed or seed.is_fixed
+        # Below a cache all epochs are the first one
+        for parent in step.parents:
+            collect(parent, is_fixed or step.keeps_first_epoch)
+
+    collect(steps, False)
+    return seeds
 
 
 T = TypeVar("T")

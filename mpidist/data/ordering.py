@@ -21,7 +21,7 @@ from mpidist.data.iter_dataset import (
     IterTransformation,
 )
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
-from mpidist.data.shuffling import ChunkShuffle
+from mpidist.data.shuffling import ChunkShuffle, Seed, divide_block
 from mpidist.data.sources import Positions
 from mpidist.data.spec import require_like, require_like_members, spec_of
 from mpidist.errors import ArgumentError, DataError
@@ -39,7 +39,7 @@ class Shuffle(MapTransformation):
     Elements in chunks that are costly to decode are in the order of a `ChunkShuffle`.
     """
 
-    _batch_size: int | None = None  # of the batches that follow
+    seed: Seed
 
     def __init__(
         self,
@@ -50,47 +50,54 @@ class Shuffle(MapTransformation):
         window_chunks: int | None = None,
     ):
         super().__init__(parent)
-        self._seed = seed
+        self.seed = Seed(seed, is_fixed=not reshuffle)
         self.reshuffle = reshuffle
         self._window_chunks = window_chunks
-
-    @property
-    def needs_entropy(self) -> bool:
-        return self._seed is None or self._parent.needs_entropy
+        # An epoch, and the stripes that were read in it
+        self._read: tuple[Any, frozenset[int]] = None, frozenset()
 
     def describe(self) -> str:
-        arguments = f"{self._seed}, {self.reshuffle}, {self._window_chunks}"
+        arguments = f"{self.seed}, {self.reshuffle}, {self._window_chunks}"
+        if (block := self._block()) is not None:
+            # A state does not fit another order
+            stripes, chunks = divide_block(*block)
+            arguments += f", {stripes} stripes of {chunks} chunks"
         return f"{self._parent.describe()}.shuffle({arguments})"
-
-    def before_batch(self, batch_size: int) -> MapDataset:
-        shuffle = self._with_parent(self._parent)
-        assert isinstance(shuffle, Shuffle)
-        shuffle._batch_size = batch_size
-        return shuffle
 
     def locate(self, epoch: Epoch, positions: Positions) -> Positions:
         length = self.length
         if length is None:
             raise ArgumentError("an infinite dataset cannot be shuffled; shuffle first")
-        if (mixed := self.chunk_shuffle(epoch)) is None:
+        key = self._key(epoch)
+        self.seed.is_used |= key[0] == self.seed.number
+        if (block := self._block()) is None:
             # `near`: batches ask for neighbouring positions, whose blocks are cached.
-            return sharding.Permutation(length, *self._key(epoch)).near(positions)
+            return sharding.Permutation(length, *key).near(positions)
+        mixed = _chunk_shuffle(*block, *key)
         # Rows of one window come in any order, so a whole window must stay decoded.
-        self._parent.reserve_cache(mixed.rows_in_use(positions))
+        before, stripes = self._read
+        stripes = stripes if before == key else frozenset()
+        stripes |= mixed.stripes_of(positions)
+        self._read = key, stripes
+        self._parent.reserve_cache(len(stripes) * mixed.block_rows)
         return mixed(positions)
 
     def chunk_shuffle(self, epoch: Epoch) -> ChunkShuffle | None:
+        block = self._block()
+        return None if block is None else _chunk_shuffle(*block, *self._key(epoch))
+
+    def _block(self) -> tuple[ChunkLayout, int] | None:
+        """Return how rows are stored, and how many chunks to mix; None for exact."""
         # 0 asks for an exact permutation, however costly it is to decode
         layout = None if self._window_chunks == 0 else self._parent.chunk_layout()
         if layout is None or not (layout.is_costly or self._window_chunks):
             return None
         # A user's own window size comes before that of the layout.
-        block_chunks = self._window_chunks or layout.default_block_chunks
-        return _chunk_shuffle(layout, *self._key(epoch), block_chunks, self._batch_size)
+        return layout, self._window_chunks or layout.default_block_chunks
 
     def _key(self, epoch: Epoch) -> tuple[int, int]:
         """Return the seed and the epoch number of the permutation."""
-        seed = epoch.entropy if self._seed is None else self._seed
+        seed = epoch.seeds.get(self.seed, self.seed.number)
         # Without reshuffling every epoch has the order of epoch 0.
         return seed, epoch.number if self.reshuffle else 0
 
@@ -151,20 +158,38 @@ class Window(MapTransformation):
 
 
 class FullBatches(Window):
-    """The rows in full batches, for `unbatch` after a batch with `drop_remainder`."""
+    """The rows in full batches, for `unbatch` after a batch with `drop_remainder`.
 
-    def __init__(self, parent: MapDataset, batch_size: int):
+    Args:
+      parent: the rows.
+      batch_size: of the full batches, in elements.
+      element_rows: the rows of an element; the last may have fewer.
+    """
+
+    def __init__(self, parent: MapDataset, batch_size: int, element_rows: int = 1):
         super().__init__(parent, 0, None)
         self._rows = batch_size
+        self._element_rows = element_rows
 
     @property
     def length(self) -> int | None:
-        whole = self._parent.length
+        if (whole := self._parent.length) is None:
+            return None
         # A short last batch was dropped, so its rows must not come back.
-        return None if whole is None else whole - whole % self._rows
+        elements = -(-whole // self._element_rows)
+        return min(whole, (elements - elements % self._rows) * self._element_rows)
 
     def describe(self) -> str:
-        return f"{self._parent.describe()}.full_batches({self._rows})"
+        arguments = f"{self._rows}"
+        if self._element_rows > 1:
+            arguments += f", {self._element_rows}"
+        return f"{self._parent.describe()}.full_batches({arguments})"
+
+    def unbatched(self) -> MapDataset | None:
+        rows, size = self._parent.unbatched(), self.batch_size
+        if rows is None or size is None or not self._parent.has_even_batches:
+            return None
+        return FullBatches(rows, self._rows, self._element_rows * size)
 
 
 class Shard(MapTransformation):
@@ -410,15 +435,12 @@ class IterShuffle(IterTransformation):
                 "can only be read in order"
             )
         self._buffer_size = buffer_size
-        self._seed = seed
+        self.seed: Seed = Seed(seed, is_fixed=not reshuffle)
         self.reshuffle = reshuffle
 
-    @property
-    def needs_entropy(self) -> bool:
-        return self._seed is None or self._parent.needs_entropy
-
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
-        seed = epoch.entropy if self._seed is None else self._seed
+        seed = epoch.number_of(self.seed)
+        self.seed.is_used |= seed == self.seed.number
         number = epoch.number if self.reshuffle else 0
         # Numbered by epoch: the same epoch gives the same order after a restart.
         random = np.random.default_rng([sharding.to_word(seed), number])

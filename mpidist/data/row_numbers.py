@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.data.batching import Batch, Map
-from mpidist.data.caching import CacheBase, IterCache, first_epoch
+from mpidist.data.caching import CacheBase
 from mpidist.data.combining import Zip
 from mpidist.data.iter_dataset import IterDataset
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation, walk
@@ -34,8 +34,8 @@ def is_shuffled(dataset: MapDataset | IterDataset) -> bool:
 
 def is_reshuffled(dataset: MapDataset | IterDataset) -> bool:
     """Return whether the order of the rows may be another one in each epoch."""
-    if isinstance(dataset, CacheBase | IterCache):
-        return False  # it keeps the order of its first epoch
+    if dataset.keeps_first_epoch:
+        return False
     if isinstance(dataset, Shuffle | IterShuffle) and dataset.reshuffle:
         return True
     return any(map(is_reshuffled, dataset.parents))
@@ -66,7 +66,7 @@ def of_batch(dataset: Any, epoch: Epoch, step: int, share: BatchShare) -> Positi
     if isinstance(dataset, Zip) and not is_shuffled(dataset):
         return of_batch(dataset.parents[0], epoch, step, share)
     if isinstance(dataset, CacheBase):
-        epoch = first_epoch(dataset.parent, epoch)
+        epoch = dataset.first_epoch(epoch)
     elif isinstance(dataset, Repeat):
         inner, i = dataset.locate_one(epoch, step)
         before = _known(count(dataset.parents[0])) if i != step else 0
@@ -132,7 +132,7 @@ def _of_rows(dataset: MapDataset, epoch: Epoch, positions: Positions) -> Positio
     if isinstance(dataset, Repeat | Concatenate):
         return _of_sections(dataset, epoch, positions)
     if isinstance(dataset, CacheBase):
-        epoch = first_epoch(dataset.parent, epoch)
+        epoch = dataset.first_epoch(epoch)
     elif not isinstance(dataset, MapTransformation) or isinstance(dataset, Batch):
         raise UnknownRowsError
     return _of_rows(dataset.parents[0], epoch, dataset.locate(epoch, positions))

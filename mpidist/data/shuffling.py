@@ -1,27 +1,85 @@
-"""Random orders of rows in chunks that can only be decoded whole.
+"""Seeds of shuffles, and random orders of rows in chunks that are decoded whole.
 
 Reading rows in an exact random order would decode a chunk for every row. Instead the
 chunks are put in a random order, and the rows of several consecutive chunks, a shuffle
 block, are mixed. Integers only, no communication; the order depends on the seed, the
-epoch and the sizes below, never on the number of replicas.
+epoch and how the rows are stored, never on batches or the number of replicas.
 
-So that replicas need not all decode the same chunks, the rows of a batch come from
-several stripes: each is a section of the order of chunks, with shuffle blocks of its
-own, and contributes a run of rows to each batch. A replica's slice of a batch then
-consists of few stripes, the same in every batch. (MosaicML's StreamingDataset has
-canonical nodes for this.)
+So that replicas need not all decode the same chunks, runs of rows come from several
+stripes in turn: each is a section of the order of chunks, with shuffle blocks of its
+own. If the batch size divides the rows of one turn, a replica's slices of all batches
+consist of few stripes. (MosaicML's StreamingDataset has canonical nodes for this.)
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
+import secrets
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from mpidist.data.sharding import Indices, Permutation, mix_seed
 from mpidist.hdf5.chunks import ChunkLayout
 
-STRIPE_ROWS = range(16, 33)
+STRIPE_ROWS = 32  # that a stripe contributes in its turn
+# Turns of 1,536 rows are multiples of the usual batch sizes
+_STRIPES = (48, 24, 8, 4, 2, 1)
+_LEAST_MIXED = 8  # chunks of a stripe
+
+
+def draw_number() -> int:
+    """Return a random number below 2**62."""
+    return secrets.randbits(62)
+
+
+_Source = tuple[Callable[[], int], bool]
+_source: contextvars.ContextVar[_Source]
+_source = contextvars.ContextVar("source", default=(draw_number, False))
+
+
+@contextlib.contextmanager
+def drawing(draw: Callable[[], int], is_common: bool) -> Iterator[None]:
+    """Take the seeds that are drawn in the block from `draw`.
+
+    Args:
+      draw: returns numbers.
+      is_common: whether it returns the same on all ranks.
+    """
+    token = _source.set((draw, is_common))
+    try:
+        yield
+    finally:
+        _source.reset(token)
+
+
+class Seed:
+    """The seed of a shuffle, shared by all datasets that are made from the shuffle.
+
+    Attributes:
+      number: the same on all ranks once a dataset with it is distributed.
+      is_given: whether the user has chosen the number.
+      is_common: whether the number is known to be the same on all ranks.
+      is_used: whether rows have come in the order of the number.
+
+    Args:
+      number: None draws one.
+      is_fixed: whether the order is the same in each epoch.
+    """
+
+    def __init__(self, number: int | None = None, is_fixed: bool = False):
+        # Inside `interleave` all ranks draw the same
+        draw, is_common = _source.get()
+        self.is_given = number is not None
+        self.is_common = self.is_given or is_common
+        self.is_used = False
+        self.is_fixed = is_fixed
+        self.number = draw() if number is None else number
+
+    def __str__(self) -> str:
+        return str(self.number) if self.is_given else "None"
 
 
 class _ChunkSequence:
@@ -76,44 +134,33 @@ class ChunkShuffle:
 
     Args:
       layout: how the rows are stored in chunks.
+      block_chunks: number of chunks mixed at a time, over all stripes.
       seed: any integer.
       epoch: number of the epoch; each has another order.
-      block_chunks: number of chunks mixed at a time, over all stripes; each stripe
-        mixes at least one.
-      batch_size: rows of a batch; None for rows that are not batched.
     """
 
-    def __init__(
-        self,
-        layout: ChunkLayout,
-        seed: int,
-        epoch: int,
-        block_chunks: int,
-        batch_size: int | None,
-    ):
+    def __init__(self, layout: ChunkLayout, block_chunks: int, seed: int, epoch: int):
         self._length = sum(layout.lengths)
         self._seed = seed
         self._epoch = epoch
         self._sequence = _ChunkSequence(layout, seed, epoch)
-        self._batch = min(batch_size or self._length, max(1, self._length))
-        self._stripe_rows = _stripe_rows(self._batch) if batch_size else self._batch
-        stripes = -(-self._batch // self._stripe_rows)
+        stripes, self._block_chunks = divide_block(layout, block_chunks)
+        self._turn = stripes * STRIPE_ROWS
         self._stripes = stripes
         self._layout = layout
-        self._block_chunks = max(1, block_chunks // stripes)
         self._block_rows = self._block_chunks * layout.rows
         # While one shuffle block of a stripe ends, the next one may have begun
         self._mixed = functools.lru_cache(maxsize=2 * stripes)(self._mix)
 
     @property
     def stripes(self) -> int:
-        """The number of stripes that contribute to each batch."""
+        """The number of stripes that contribute in turn."""
         return self._stripes
 
     @property
-    def stripe_rows(self) -> int:
-        """The rows that a stripe contributes to a batch; the last may have fewer."""
-        return self._stripe_rows
+    def turn(self) -> int:
+        """The number of rows after which the first stripe contributes again."""
+        return self._turn
 
     @property
     def block_chunks(self) -> int:
@@ -121,18 +168,18 @@ class ChunkShuffle:
         return self._block_chunks
 
     @property
+    def block_rows(self) -> int:
+        """The number of rows in a shuffle block of one stripe."""
+        return self._block_rows
+
+    @property
     def layout(self) -> ChunkLayout:
         """How the rows are stored in chunks."""
         return self._layout
 
-    def stripes_of(self, positions: Indices) -> Indices:
-        """Return the distinct stripes of some positions."""
-        stripes: Indices = np.unique(positions % self._batch // self._stripe_rows)
-        return stripes
-
-    def rows_in_use(self, positions: Indices) -> int:
-        """Return how many rows the shuffle blocks of some positions have."""
-        return self.stripes_of(positions).size * self._block_rows
+    def stripes_of(self, positions: Indices) -> set[int]:
+        """Return the stripes of some positions."""
+        return set((positions % self._turn // STRIPE_ROWS).tolist())
 
     def __call__(self, positions: Indices) -> Indices:
         """Return the row at each of `positions` `(positions,)`."""
@@ -153,15 +200,14 @@ class ChunkShuffle:
 
     def _in_stripes(self, positions: Indices) -> tuple[Indices, Indices]:
         """Return the stripe of each position, and its position before mixing."""
-        batches, inside = np.divmod(positions, self._batch)
-        stripes, run = np.divmod(inside, self._stripe_rows)
-        in_batch = stripes * self._stripe_rows
-        width = np.minimum(self._stripe_rows, self._batch - in_batch)
-        return stripes, self._stripe_start(stripes) + batches * width + run
+        # Each turn takes the next run of every stripe
+        turns, inside = np.divmod(positions, self._turn)
+        stripes, run = np.divmod(inside, STRIPE_ROWS)
+        return stripes, self._stripe_start(stripes) + turns * STRIPE_ROWS + run
 
     def _stripe_start(self, stripes: Indices) -> Indices:
-        whole, rest = divmod(self._length, self._batch)
-        before = np.minimum(stripes * self._stripe_rows, self._batch)
+        whole, rest = divmod(self._length, self._turn)
+        before = stripes * STRIPE_ROWS
         starts: Indices = whole * before + np.minimum(rest, before)
         return starts
 
@@ -178,11 +224,15 @@ class ChunkShuffle:
         return start, order(np.arange(stop - start))
 
 
-def _stripe_rows(batch_size: int) -> int:
-    """Return how many rows of a batch come from the same stripe.
+def divide_block(layout: ChunkLayout, block_chunks: int) -> tuple[int, int]:
+    """Return the number of stripes, and the chunks that each of them mixes.
 
-    A divisor of the batch size near 32 if there is one, so that the slices of as many
-    replicas as possible consist of whole stripes.
+    Args:
+      layout: how the rows are stored in chunks.
+      block_chunks: number of chunks mixed at a time, over all stripes.
     """
-    divisors = [rows for rows in STRIPE_ROWS if batch_size % rows == 0]
-    return max(divisors, default=min(batch_size, STRIPE_ROWS[-1]))
+    # Stripes begin within chunks, which two replicas then decode: so there are many
+    # chunks for each.
+    most = min(block_chunks, layout.count // 2) // _LEAST_MIXED
+    stripes = next(n for n in _STRIPES if n <= max(1, most))
+    return stripes, max(1, block_chunks // stripes)

@@ -168,7 +168,7 @@ def _reduce(total: int) -> int:
 
 # Of a shuffle block
 _SHUFFLED_BYTES = 256 << 20
-_SHUFFLED_CHUNKS = 64
+_SHUFFLED_CHUNKS = 384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +194,7 @@ class ChunkLayout:
 
     @property
     def default_block_chunks(self) -> int:
-        """The default size of a shuffle block: 64 chunks, or at most 256 MiB."""
+        """The default size of a shuffle block: 384 chunks, or at most 256 MiB."""
         fitting = _SHUFFLED_BYTES // max(1, self.rows * self.row_bytes)
         return min(max(1, fitting), _SHUFFLED_CHUNKS)
 

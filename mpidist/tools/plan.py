@@ -7,6 +7,7 @@ repeated here. If that takes too long for all ranks, some are counted, or none.
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 import itertools
@@ -242,10 +243,21 @@ class _Share:
         """Return the largest number of bytes of decoded chunks in the cache."""
         limit, mixed = hdf5_rows.KEPT_BYTES, self.pipeline.chunk_shuffle(_EPOCH)
         if mixed is not None and self.steps:
-            batch = self.pipeline.positions(_EPOCH, 0, self.part)
-            rows = mixed.rows_in_use(np.arange(batch.start, batch.stop))
+            rows = len(self._stripes(mixed)) * mixed.block_rows
             limit = self.source.file_map().cache_bytes_for(rows)
         return min(limit, self.source.decoded_bytes)
+
+    def _stripes(self, mixed: ChunkShuffle) -> set[int]:
+        """Return the stripes that the slices of all batches are in."""
+        turn, size = mixed.turn, self.pipeline.batch_size
+        batch = self.pipeline.positions(_EPOCH, 0, self.part)
+        if len(batch) >= math.gcd(turn, size):  # slices begin in all of these places
+            return set(range(mixed.stripes))
+        # From here on, batches begin at the same places in a turn
+        steps = min(self.steps, math.lcm(turn, size) // size)
+        starts = batch.start + size * np.arange(steps)
+        inside = np.append(np.arange(0, len(batch), STRIPE_ROWS), len(batch) - 1)
+        return mixed.stripes_of((starts[:, np.newaxis] + inside).reshape(-1))
 
 
 def _shares(dataset: Dataset, policy: AutoShardPolicy, ranks: int) -> list[_Share]:
@@ -253,7 +265,9 @@ def _shares(dataset: Dataset, policy: AutoShardPolicy, ranks: int) -> list[_Shar
     shares = []
     # With OFF all ranks get the same rows
     for rank in range(1 if policy is AutoShardPolicy.OFF else ranks):
-        pipeline = divide(dataset.pipeline, policy, ranks, rank)
+        # A shuffle of its own, which remembers what was read
+        own = dataset.pipeline.replace_parents(copy.copy)
+        pipeline = divide(own, policy, ranks, rank)
         assert isinstance(pipeline, Batch)
         (source,) = pipeline.sources
         assert isinstance(source, DryRows)
@@ -474,11 +488,11 @@ def _on_decoding(
     elif mixed is None:
         why = f"a rank's {rows:,} rows of a batch are parts of chunks; --shuffle gives "
         why += "ranks separate chunks"
-    elif rows % mixed.stripe_rows:
-        why = (
-            f"ranks share stripes, of {mixed.stripe_rows} rows of a batch; a batch of "
-        )
-        why += f"{STRIPE_ROWS[-1] * ranks:,} rows, or a multiple, gives ranks their own"
+    elif rows % STRIPE_ROWS or mixed.turn % plan.request.batch:
+        why = f"ranks share stripes, runs of {STRIPE_ROWS} rows"
+        sizes = range(STRIPE_ROWS * ranks, mixed.turn + 1, STRIPE_ROWS * ranks)
+        if fitting := [f"{size:,}" for size in sizes if mixed.turn % size == 0]:
+            why += f"; a batch of {' or '.join(fitting)} rows gives ranks their own"
     else:
         why = f"{mixed.stripes:,} stripes begin and end within chunks; smaller chunks, "
         why += "or batches, would be better"

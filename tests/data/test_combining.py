@@ -153,6 +153,7 @@ BATCHED = {
     "cached": lambda n, b: numbers(n).batch(b).cache(),
     "concatenated": lambda n, b: numbers(n).batch(b).concatenate(numbers(4).batch(3)),
     "batches of batches": lambda n, b: numbers(n).batch(b, True).batch(2),
+    "full batches of batches": lambda n, b: numbers(n).batch(b, True).batch(3, True),
 }
 IN_ORDER = {
     "mapped": lambda n, b: numbers(n).batch(b).map(lambda x: x[x % 3 > 0]),
@@ -177,6 +178,26 @@ def test_unbatch(name, n, b):
         assert len(rows) == len(expected)
         assert plains(rows.skip(3)) == expected[3:]
         assert sorted(plains(rows.shuffle())) == sorted(expected)
+
+
+@settings(max_examples=40)
+@given(
+    n=st.integers(0, 40),
+    sizes=st.lists(st.integers(1, 5), min_size=2, max_size=3),
+    drop=st.booleans(),
+)
+def test_rows_that_batches_of_batches_leave_out_do_not_come_back(n, sizes, drop):
+    dataset, count = numbers(n), n
+    for i, size in enumerate(sizes):
+        is_last = i == len(sizes) - 1
+        dataset = dataset.batch(size, drop_remainder=drop or not is_last)
+    unit = int(np.prod(sizes if drop else sizes[:-1]))
+    count = n - n % unit
+    for _ in sizes:
+        dataset = dataset.unbatch()
+    assert plains(dataset) == list(range(count))
+    assert len(dataset) == count
+    assert plains(dataset.repeat(2).skip(1)) == [*range(count), *range(count)][1:]
 
 
 def test_unbatch_of_nests():
@@ -383,9 +404,7 @@ def parts_of(pipeline, epoch, replicas):
     """All replicas' rows of an epoch, step by step."""
     return [
         [
-            plain(
-                pipeline.local_batch(Epoch(epoch, 7), i, BatchShare(replicas, replica))
-            )
+            plain(pipeline.local_batch(Epoch(epoch), i, BatchShare(replicas, replica)))
             for replica in range(replicas)
         ]
         for i in range(pipeline.length)
@@ -466,20 +485,17 @@ def test_filtered_files_can_be_divided(strategy, comm, mpi_tmp_path):
         )
 
 
+@pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("make", [numbers, generated])
-def test_caches_in_zipped_datasets(strategy, comm, make):
-    def zipped(seed):
-        cached = numbers(9).shuffle(seed=seed).cache()
-        return Dataset.zip(make(9), cached, cached.shuffle(seed=2)).batch(3)
-
-    data = strategy.experimental_distribute_dataset(zipped(1))
+def test_caches_in_zipped_datasets(strategy, comm, make, seed):
+    cached = numbers(9).shuffle(seed=seed).cache()
+    zipped = Dataset.zip(make(9), cached, cached.shuffle(seed=2)).batch(3)
+    data = strategy.experimental_distribute_dataset(zipped)
     epochs = [[plain(local(strategy, batch)) for batch in data] for epoch in range(2)]
     everyone = comm.allgather(epochs[1])
     for leaf in (1, 2):
         found = [x for mine in everyone for batch in mine for x in batch[leaf]]
         assert sorted(found) == list(range(9))
-    with pytest.raises(ValueError, match="give the shuffle a seed"):
-        strategy.experimental_distribute_dataset(zipped(None))
 
 
 def test_every_rank_reads_all_with_off(strategy, comm):

@@ -216,25 +216,28 @@ def test_every_row_once_per_lap_of_a_repetition(case, count, skip):
 
 
 @pure
-@given(entropy=st.integers(0, 1 << 62), rows=st.integers(20, 400))
-def test_without_a_seed_the_order_is_that_of_the_pass(entropy, rows):
-    def order(epoch, entropy, replicas=1):
-        pipeline = Dataset.range(rows).shuffle().batch(16).pipeline
+@given(number=st.integers(0, 1 << 62), rows=st.integers(20, 400))
+def test_without_a_seed_the_order_is_that_of_the_pass(number, rows):
+    shuffled = Dataset.range(rows).shuffle()
+
+    def order(epoch, number, replicas=1):
+        pipeline = shuffled.batch(16).pipeline
+        seeds = {shuffled.pipeline.seed: number}
         return [
             int(number)
             for i in range(pipeline.length)
             for replica in range(replicas)
             for number in pipeline.local_batch(
-                Epoch(epoch, entropy), i, BatchShare(replicas, replica)
+                Epoch(epoch, seeds), i, BatchShare(replicas, replica)
             )
         ]
 
-    first = order(0, entropy)
+    first = order(0, number)
     assert once_each(first, rows)
     assert len(first) == rows
-    assert all(order(0, entropy, n) == first for n in range(2, MOST_REPLICAS + 1))
-    assert order(1, entropy) != first
-    assert order(0, entropy + 1) != first
+    assert all(order(0, number, n) == first for n in range(2, MOST_REPLICAS + 1))
+    assert order(1, number) != first
+    assert order(0, number + 1) != first
 
 
 def divided_steps(strategy, comm, dataset, epochs=1):

@@ -366,8 +366,11 @@ def test_advice_on_chunks(tmp_path, monkeypatch, long_file):
         "chunks are decoded 4.0 times each per epoch, as a rank's 16"
     )
     assert "--shuffle" in note
-    (note,) = notes_of(long_file, 64, 4, shuffle=True)
-    assert "ranks share stripes, of 32 rows of a batch; a batch of 128 rows" in note
+    (note,) = notes_of(long_file, 64, 4, shuffle=True, window_chunks=64)
+    assert "ranks share stripes, runs of 32 rows; a batch of 128 or 256 rows" in note
+    (note,) = notes_of(long_file, 320, 5, shuffle=True, window_chunks=64)
+    assert note.endswith("as ranks share stripes, runs of 32 rows")
+    assert notes_of(long_file, 256, 4, shuffle=True, window_chunks=64) == []
     exact = plan_of(long_file, 64, 4, shuffle=True, window_chunks=0)
     assert "omit --window-chunks 0" in exact.notes[0]
     with h5py.File(tmp_path / "huge.h5", "w") as file:

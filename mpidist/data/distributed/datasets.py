@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import secrets
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpidist.comm.banner import show_once
-from mpidist.comm.consensus.signatures import CallSignature
+from mpidist.comm.consensus.signatures import CallSignature, name_ranks
 from mpidist.data.contents import describe_contents
 from mpidist.data.dataset import (
     Dataset,
@@ -29,9 +29,10 @@ from mpidist.data.distributed.reader import ReadPlan, count_steps, divide, is_gl
 from mpidist.data.distributed.shared_caches import require_shareable, share
 from mpidist.data.elements import dtype_text
 from mpidist.data.iter_dataset import UNKNOWN_CARDINALITY, IterDataset
-from mpidist.data.iterator import EpochCounter, Origin
-from mpidist.data.map_dataset import Epoch, MapDataset
+from mpidist.data.iterator import EpochCounter, Origin, draw_numbers
+from mpidist.data.map_dataset import Epoch, MapDataset, drawn_seeds, walk
 from mpidist.data.row_numbers import is_reshuffled
+from mpidist.data.shuffling import Seed
 from mpidist.data.sources import IndexedSource
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.hdf5.linked_files import (
@@ -125,9 +126,9 @@ class DistributedDataset:
       [6, 4]
     """
 
-    def __init__(self, plan: ReadPlan, entropy: int):
+    def __init__(self, plan: ReadPlan, epochs: EpochCounter):
         self._plan = plan
-        self._epochs = EpochCounter(entropy)
+        self._epochs = epochs
         plan.extended.consensus.note_made(plan.name)
         plan.extended.inputs.add(self)
         # A line at the start of the job, without communication or reading rows.
@@ -181,6 +182,7 @@ class DistributedDataset:
             agreed = [
                 ("auto_shard_policy", policy.name),
                 ("dataset", pipeline.describe()),
+                ("shuffles without a seed", _seed_pattern(pipeline)),
                 ("batches", origin.cardinality if origin else "its own"),
                 ("balance_batches", is_balanced),
             ]
@@ -194,16 +196,18 @@ class DistributedDataset:
             return cls._of_own_batches(
                 extended, lambda: pipeline, options, call, is_divided=True
             )
-        chosen, entropy = options or InputOptions(), 0
-        if pipeline.needs_entropy:  # an order must not differ between ranks
-            entropy = extended.consensus.root_only("seed", lambda: secrets.randbits(62))
+        chosen, seeds = options or InputOptions(), drawn_seeds(pipeline)
+        offers = [_offer_seeds(seeds)]
+        if seeds:  # an order must not differ between ranks
+            offers = extended.consensus.gather_objects(call, lambda: offers[0])
+        epochs = _agree_on_seeds(call, seeds, offers)
         # Of a generator all ranks read all; only indexed datasets are read in slices.
         is_sliced = is_global(policy) and isinstance(pipeline, MapDataset)
         slices = extended.num_replicas if is_sliced else 1
         first = BatchShare(slices, 0, chosen.balance_batches)
         plan = ReadPlan(
             extended,
-            share(extended, pipeline, Epoch(0, entropy), first),
+            share(extended, pipeline, Epoch(0, epochs.seeds), first),
             is_global=is_global(policy),
             is_batched=True,
             cardinality=origin.cardinality,
@@ -213,7 +217,7 @@ class DistributedDataset:
             # dataset.
             serial=extended.consensus.calls,
         )
-        return cls(plan, entropy)
+        return cls(plan, epochs)
 
     @classmethod
     def from_function(
@@ -253,14 +257,13 @@ class DistributedDataset:
 
         def prepare() -> _OwnBatches:
             pipeline = make()
-            parts = _index_own_files(extended, pipeline)
+            parts, seeds = _index_own_files(extended, pipeline), drawn_seeds(pipeline)
             # All ranks need to know which rank runs out first, and whether all have
-            # batches. Rank 0's entropy is everyone's, even if its own pipeline has no
-            # shuffle: another rank's may have one
-            own = Origin.of(pipeline), pipeline.is_batched, secrets.randbits(62)
+            # batches.
+            own = Origin.of(pipeline), pipeline.is_batched, _offer_seeds(seeds)
             local = *own, parts
             by_rank = extended.consensus.gather_objects(call, lambda: local)
-            origins, batched, entropy, by_files = zip(*by_rank, strict=True)
+            origins, batched, offers, by_files = zip(*by_rank, strict=True)
             # Shards of one writer may be with several ranks
             everyone = [part for parts in by_files for part in parts]
             if is_divided:
@@ -278,7 +281,8 @@ class DistributedDataset:
                     "call batch()"
                 )
             origin = Origin.of_own(origins, steps)
-            return _OwnBatches(pipeline, is_batched, steps, origin, entropy[0])
+            epochs = _agree_on_seeds(call, seeds, offers)
+            return _OwnBatches(pipeline, is_batched, steps, origin, epochs)
 
         batches = extended.consensus.run(
             call, prepare, same=functools.partial(_describe_elements, call)
@@ -293,7 +297,7 @@ class DistributedDataset:
             options=options or InputOptions(),
             serial=extended.consensus.calls,
         )
-        return cls(plan, batches.entropy)
+        return cls(plan, batches.epochs)
 
     @property
     def cardinality(self) -> int:
@@ -413,7 +417,84 @@ class _OwnBatches(NamedTuple):
     is_batched: bool
     cardinality: int
     origin: Origin
-    entropy: int
+    epochs: EpochCounter
+
+
+class _SeedOffer(NamedTuple):
+    """What a rank has drawn for a shuffle without a seed.
+
+    Args:
+      number: of the shuffle, for all datasets that are made from it.
+      drawn: for this dataset.
+      is_kept: whether rows have come in the order of `number`, or other ranks have it.
+    """
+
+    number: int
+    drawn: int
+    is_kept: bool
+
+
+def _offer_seeds(seeds: Mapping[Seed, bool]) -> list[_SeedOffer]:
+    """Return what this rank has drawn for the shuffles of a dataset."""
+    return [
+        _SeedOffer(seed.number, drawn, seed.is_used or seed.is_common)
+        for seed, drawn in zip(seeds, draw_numbers(seeds), strict=True)
+    ]
+
+
+def _agree_on_seeds(
+    call: str, seeds: Mapping[Seed, bool], offers: Sequence[Sequence[_SeedOffer]]
+) -> EpochCounter:
+    """Make the numbers of this rank's seeds those of rank 0; return the first epoch.
+
+    Args:
+      call: the user's.
+      seeds: of the dataset on this rank.
+      offers: of each rank. Where each has its own dataset, rank 0 may have fewer than
+        others: then those of the next rank count.
+
+    Raises, on all ranks:
+      ArgumentError: a rank has used another order already, which must not change.
+    """
+    by_seed = list(itertools.zip_longest(*offers))
+    chosen = [next(filter(None, by_rank)) for by_rank in by_seed]
+    others = [_ranks_with_other_orders(*pair) for pair in zip(chosen, by_seed)]
+    # Check all before any changes
+    for seed, ranks in zip(seeds, others):
+        if ranks and seed.is_fixed:
+            raise ArgumentError(
+                f"{call}: a shuffle without a seed has another order on "
+                f"{name_ranks(ranks)}, where it was used before the dataset was "
+                "distributed; give the shuffle a seed, or distribute first"
+            )
+    # States are equal on all ranks, also where the datasets are not
+    padded = [*seeds, *(Seed() for _ in chosen[len(seeds) :])]
+    for seed, offer, ranks in zip(padded, chosen, others, strict=True):
+        if not ranks:
+            seed.number = offer.number
+            seed.is_common |= len(offers) > 1
+    # What a rank has cached for itself stays there
+    pairs = zip(padded, others, strict=True)
+    fixed = {seed: seeds.get(seed, False) and not ranks for seed, ranks in pairs}
+    return EpochCounter(fixed, [offer.drawn for offer in chosen])
+
+
+def _ranks_with_other_orders(
+    chosen: _SeedOffer, by_rank: Sequence[_SeedOffer | None]
+) -> list[int]:
+    """Return the ranks that keep another order than the chosen one."""
+    return [
+        rank
+        for rank, offer in enumerate(by_rank)
+        if offer and offer.is_kept and offer.number != chosen.number
+    ]
+
+
+def _seed_pattern(pipeline: MapDataset | IterDataset) -> str:
+    """Return which shuffles of a dataset are the same one, as text."""
+    # zip(a, a) and zip(a, b) are described alike
+    seeds = list(drawn_seeds(pipeline))
+    return str([seeds.index(s.seed) for s in walk(pipeline) if s.seed in seeds])
 
 
 def _describe_elements(call: str, batches: _OwnBatches) -> CallSignature:

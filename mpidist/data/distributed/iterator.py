@@ -24,7 +24,7 @@ from mpidist.data.distributed.reader import (
 )
 from mpidist.data.distributed.shared_caches import reorder
 from mpidist.data.elements import dtype_text
-from mpidist.data.iterator import EpochCounter, make_state, read_state
+from mpidist.data.iterator import EpochCounter, make_state, read_state, seed_names
 from mpidist.data.map_dataset import Epoch
 from mpidist.data.optional import Optional
 from mpidist.data.spec import spec_of
@@ -193,7 +193,7 @@ class DistributedIterator:
         """Return the position of this iterator: a few integers, each below 2**63.
 
         Not collective, but equal on all replicas: the epoch, the number of its steps
-        that `next` has returned, the seed of shuffles without one, and hashes that
+        that `next` has returned, the seeds of shuffles without one, and hashes that
         identify the dataset. Prefetched batches do not count.
         """
         self._epochs.is_saved = True
@@ -234,11 +234,18 @@ class DistributedIterator:
                 ("epoch", epoch.number),
                 ("step", step),
             ]
-            return [*where, ("the state's entropy", epoch.entropy)]
+            seeds = zip(seed_names(epoch), epoch.seeds.values())
+            return [*where, *((f"the state's {name}", n) for name, n in seeds)]
 
         # A wrong state on one rank raises on all, before anything has changed
         epoch, step = consensus.run(
-            _SET_STATE, read_state, state, plan.origin, plan.pipeline, same=describe
+            _SET_STATE,
+            read_state,
+            state,
+            plan.origin,
+            plan.pipeline,
+            self._epoch,
+            same=describe,
         )
         # Threads of the old position end before files are opened at the new one.
         self.close()

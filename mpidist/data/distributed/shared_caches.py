@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidist.data import combining
 from mpidist.data.caching import (
     Cache,
     CacheBase,
-    CacheMemory,
     IterCache,
     RowTable,
     fields_of,
@@ -23,7 +20,13 @@ from mpidist.data.caching import (
 )
 from mpidist.data.elements import one_dtype, split, stack
 from mpidist.data.iter_dataset import IterDataset
-from mpidist.data.map_dataset import Epoch, MapDataset, OpenSources, walk
+from mpidist.data.map_dataset import (
+    Epoch,
+    MapDataset,
+    OpenSources,
+    drawn_seeds,
+    walk,
+)
 from mpidist.data.sources import Positions
 from mpidist.errors import ArgumentError
 from mpidist.util import nest
@@ -40,9 +43,7 @@ def require_shareable(steps: MapDataset | IterDataset) -> None:
     """Raise if a cache cannot be shared.
 
     Raises:
-      ArgumentError: its number of elements is unknown; or it comes after a shuffle
-        without a seed in a later part of a zip, whose entropy is not that of the whole
-        dataset (see `epoch_of_component`).
+      ArgumentError: its number of elements is unknown.
     """
     for step in walk(steps):
         if isinstance(step, IterCache):
@@ -53,14 +54,6 @@ def require_shareable(steps: MapDataset | IterDataset) -> None:
             )
         if isinstance(step, Cache):
             step.require_end()
-    zips = (s for s in walk(steps) if isinstance(s, combining.Zip | combining.IterZip))
-    for later in itertools.chain.from_iterable(step.parents[1:] for step in zips):
-        for step in walk(later):
-            if isinstance(step, Cache | IterCache) and step.parent.needs_entropy:
-                raise ArgumentError(
-                    "cache() after a shuffle without a seed works only in the first "
-                    "dataset of zip(); give the shuffle a seed"
-                )
 
 
 def share(
@@ -72,12 +65,12 @@ def share(
     """Return the dataset with caches that the ranks of a node share. Collective.
 
     A cache that was distributed by the same strategy before keeps its rows, unless
-    their order depends on entropy, which is drawn for each distributed dataset.
+    their order has changed since.
 
     Args:
       extended: of the strategy.
       steps: the dataset; shareable, and equal on all ranks.
-      epoch: in which the steps before the caches run.
+      epoch: of which the first is cached.
       first: the share of replica 0, in whose slices batches are read.
 
     Raises, on all ranks:
@@ -86,13 +79,11 @@ def share(
     """
 
     def change(cache: Cache, parent: MapDataset) -> NodeCache:
-        # An order that depends on entropy differs between datasets: do not share it
-        # Owned by a fresh object: the storage is dropped with this dataset.
-        owner = CacheMemory() if parent.needs_entropy else cache.memory
+        owner, cached = cache.memory, first_epoch(drawn_seeds(parent), epoch)
         # The newest storage of this owner, if all ranks still have it.
         storage = extended.node_memory.find(owner)
-        if storage is None:
-            return _make(extended, parent, epoch, owner, first)
+        if storage is None or storage.note[0] != cached:
+            return _make(extended, parent, cached, owner, first)
         return NodeCache(parent, storage, owner, first)
 
     shared: MapDataset | IterDataset = replace_caches(steps, change)
@@ -109,11 +100,8 @@ def reorder(
       steps: dataset returned by `share`.
       epoch: from which iterators will continue.
     """
-    # Same order in each epoch: nothing to empty.
-    if not steps.needs_entropy:
-        return
     for cache in _shared_caches(steps):
-        changed = first_epoch(cache.parent, epoch)
+        changed = cache.first_epoch(epoch)
         before, spec = cache.storage.note
         # All ranks see the same state, so all empty the same caches.
         if before != changed:
@@ -136,8 +124,8 @@ def _make(
     owner: object,
     first: BatchShare,
 ) -> NodeCache:
-    """Return a new cache, filled with the first rows. Collective."""
-    consensus, epoch = extended.consensus, first_epoch(parent, epoch)
+    """Return a new cache of an epoch, filled with the first rows. Collective."""
+    consensus = extended.consensus
     # Rows that were read to learn their spec are stored, not read again.
     first_rows: list[Any] = []
 
@@ -236,7 +224,7 @@ class NodeCache(CacheBase):
             return self._stacked_batches(epoch, positions)
         # The held epoch may change by set_state in another iterator: take both at once.
         held, table = self._held
-        epoch = first_epoch(self._parent, epoch)
+        epoch = self.first_epoch(epoch)
         if epoch != held:  # set_state of another iterator has changed the cached epoch
             return self._parent.elements(epoch, positions)
         if table.is_full:
@@ -254,7 +242,7 @@ class NodeCache(CacheBase):
 
     def local_batch(self, epoch: Epoch, i: int, share: BatchShare) -> Any:
         held, table = self._held
-        epoch = first_epoch(self._parent, epoch)
+        epoch = self.first_epoch(epoch)
         # `batch_size` for all batches, also the short last one, so that places are
         # fixed.
         size, rows = self.batch_size or 1, self.batch_rows(epoch, i)
