@@ -13,7 +13,6 @@ from mpidist.data.elements import from_lists, plain_array
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.hdf5.chunks import ChunkLayout
-from mpidist.hdf5.linked_files import Parts
 from mpidist.util import nest, validation
 from mpidist.util.buffers import Buffers
 from mpidist.values import PerReplica
@@ -70,7 +69,10 @@ class BufferedSource(RowSource, Protocol):
 
 @runtime_checkable
 class IndexedSource(RowSource, Protocol):
-    """Rows in files that need an index before they are read."""
+    """Rows in files that need an index before they are read.
+
+    Files of which some belong together have a method `parts`, as `Hdf5Rows` does.
+    """
 
     @property
     def file_count(self) -> int:
@@ -81,9 +83,6 @@ class IndexedSource(RowSource, Protocol):
 
     def inspect(self, files: Iterable[int]) -> list[Any]:
         """Return the indexes of some files, which can be sent to other ranks."""
-
-    def parts(self, files: Sequence[Any]) -> Parts:
-        """Return those of the files that an `Hdf5Writer` wrote with others."""
 
     def adopt(
         self,
