@@ -355,8 +355,8 @@ class OpenFiles:
             return
         if path != file_index.path:  # a rank with its own copy has its own sources
             file_index = self._own_index(path, file_index)
-        for source in _sources_of(file_index, rows):
-            self._watched_source(source).check(is_due)
+        for source in self._sources(file_index, rows):
+            source.check(is_due)
         if list(file_index.numbered) != find_numbered(file_index.patterns):
             raise DataError(
                 f"{path}: numbered sources of this file were added or removed; "
@@ -384,6 +384,9 @@ class OpenFiles:
                 self._watched_sources[source.path] = watched
         self.raw(path, file_index)
         return True
+
+    def _sources(self, file_index: FileIndex, rows: Any) -> list[WatchedFile]:
+        return [self._watched_source(s) for s in _sources_of(file_index, rows)]
 
     def _watched_source(self, source: FileState) -> WatchedFile:
         """Return a linked file or VDS source, which is watched from now on."""
@@ -418,18 +421,25 @@ class OpenFiles:
     ) -> Any:
         """Return `read(dataset)`; the dataset must be unchanged since it was indexed.
 
+        The caller checks the file afterwards; here only a network file system is asked.
         One thread at a time: h5py serialises calls anyway, and is not safe everywhere.
         """
         with self._lock:
             # HDF5 returns zeros for sources that it does not see, and for bytes beyond
             # the end of a truncated file.
-            self.check(path, file_index, rows)
+            is_watched = path in self._watched or self._watch(path, file_index)
+            if is_watched and path == file_index.path:
+                self._watched[path].check()
+                self._sources(file_index, rows)
+            else:
+                self.check(path, file_index, rows)
             try:
                 result = self._by_h5py(path, index, read)
             except BaseException:
                 self._close_hdf5(path)
                 raise
-            self.check(path, file_index, rows, is_due=True)
+            if is_watched and not self._watched[path].is_local:
+                self.check(path, file_index, rows, is_due=True)
             return result
 
     def _by_h5py(
