@@ -72,11 +72,13 @@ class WatchedFile:
     Args:
       state: what it was like then.
       is_local: whether only this node writes to its file system.
+      name: its path; a str is faster.
       checked: when it was checked, in seconds.
     """
 
     state: FileState
     is_local: bool
+    name: str
     checked: float = dataclasses.field(default_factory=time.monotonic)
 
     def check(self, is_due: bool = False) -> None:
@@ -91,10 +93,10 @@ class WatchedFile:
             self.checked = now
         before = self.state
         try:
-            status = os.stat(before.path)
+            status = os.stat(self.name)
         except FileNotFoundError as error:
             raise DataError(
-                f"{before.path}: was removed or replaced; a file must not change while "
+                f"{self.name}: was removed or replaced; a file must not change while "
                 "it is read"
             ) from error
         # The usual case, without a function
@@ -355,8 +357,8 @@ class OpenFiles:
             return
         if path != file_index.path:  # a rank with its own copy has its own sources
             file_index = self._own_index(path, file_index)
-        for source in _sources_of(file_index, rows):
-            self._watched_source(source).check(is_due)
+        for source in self._sources(file_index, rows):
+            source.check(is_due)
         if list(file_index.numbered) != find_numbered(file_index.patterns):
             raise DataError(
                 f"{path}: numbered sources of this file were added or removed; "
@@ -385,6 +387,9 @@ class OpenFiles:
         self.raw(path, file_index)
         return True
 
+    def _sources(self, file_index: FileIndex, rows: Any) -> list[WatchedFile]:
+        return [self._watched_source(s) for s in _sources_of(file_index, rows)]
+
     def _watched_source(self, source: FileState) -> WatchedFile:
         """Return a linked file or VDS source, which is watched from now on."""
         if (watched := self._watched_sources.get(source.path)) is None:
@@ -406,7 +411,7 @@ class OpenFiles:
         # The list of all mounts is read once for each device
         if (device := state.device) not in self._is_local:
             self._is_local[device] = is_local(device)
-        return WatchedFile(state, self._is_local[device])
+        return WatchedFile(state, self._is_local[device], os.fspath(state.path))
 
     def by_h5py(
         self,
@@ -418,18 +423,25 @@ class OpenFiles:
     ) -> Any:
         """Return `read(dataset)`; the dataset must be unchanged since it was indexed.
 
+        The caller checks the file afterwards; here only a network file system is asked.
         One thread at a time: h5py serialises calls anyway, and is not safe everywhere.
         """
         with self._lock:
             # HDF5 returns zeros for sources that it does not see, and for bytes beyond
             # the end of a truncated file.
-            self.check(path, file_index, rows)
+            is_watched = path in self._watched or self._watch(path, file_index)
+            if is_watched and path == file_index.path:
+                self._watched[path].check()
+                self._sources(file_index, rows)
+            else:
+                self.check(path, file_index, rows)
             try:
                 result = self._by_h5py(path, index, read)
             except BaseException:
                 self._close_hdf5(path)
                 raise
-            self.check(path, file_index, rows, is_due=True)
+            if is_watched and not self._watched[path].is_local:
+                self.check(path, file_index, rows, is_due=True)
             return result
 
     def _by_h5py(

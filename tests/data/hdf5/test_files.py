@@ -178,7 +178,7 @@ def test_a_change_is_noticed(path):
         (lambda: (os.link(path, other), replace(path, bytes(SIZE))), "was changed"),
         (path.unlink, "was removed or replaced"),
     ]:
-        file = WatchedFile(open_file(path).state, is_local=True)
+        file = WatchedFile(open_file(path).state, is_local=True, name=str(path))
         file.check()
         change()
         for _ in range(2):
@@ -188,7 +188,7 @@ def test_a_change_is_noticed(path):
 
 def test_a_network_file_system_is_asked_now_and_then(path, monkeypatch):
     stat, calls = os.stat, []
-    file = WatchedFile(open_file(path).state, is_local=False)
+    file = WatchedFile(open_file(path).state, is_local=False, name=str(path))
     monkeypatch.setattr(os, "stat", lambda name: calls.append(name) or stat(name))
     for _ in range(100):
         file.check()
