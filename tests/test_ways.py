@@ -20,8 +20,8 @@ WAYS = {
     "assign, again": (14, 46, 2),
     "row, first": (21, 117, 1),
     "row, again": (6, 19, 0),
-    "save, first": (19, 103, 3),
-    "save, again": (19, 103, 3),
+    "save, first": (19, 117, 3),
+    "save, again": (19, 118, 3),
     "strategy, again": (40, 149, 0),
 }
 MODULES, LINES, ANY_IN_COMM = 201, 52098, 652

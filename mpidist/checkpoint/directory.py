@@ -397,11 +397,6 @@ def remove_checkpoints(indexes: Sequence[Path], in_use: Container[str]) -> None:
         remove_useless(indexes[0].parent, stems, in_use, ended)
 
 
-def stems_of(name: str) -> str:
-    """Return a regular expression for the indexes of a manager, without suffixes."""
-    return rf"{re.escape(name)}-\d+"
-
-
 def remove_useless(
     directory: Path,
     stems: str,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -448,7 +449,7 @@ class CheckpointManager:
         """
         if self._known is not None:
             # What killed jobs left of this name, which is this job's from now on
-            stems = directories.stems_of(self._name)
+            stems = rf"{re.escape(self._name)}-\d+"
             directories.remove_useless(self._directory, stems, Saving.in_use)
         self._saved = existing
         self._note_preserved()

@@ -32,7 +32,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -235,13 +235,15 @@ class Saver:
             take_shard()
             saving.write_shard()
 
-        with saving.until_complete():
+        try:
             # All shards are complete before rank 0 writes the index, which makes them
             # count.
             if saving.shard_names:  # on all ranks
                 consensus.run(operation, write_shard, yield_cpu=True)
             saving.shards_are_written.set()
             consensus.root_only(operation, saving.write_index)
+        finally:
+            saving.end()
 
     def _require_shared(self, operation: str, index: Path) -> None:
         """Raise unless all nodes see the directory of a save. Collective.
@@ -288,11 +290,13 @@ class Saver:
         Saver.busy.remove(self)
         self.extended.closing.remove(self.wait)
         consensus.failures.at_end.remove(self._end_lost)
-        with saving.until_complete():
+        try:
             # The error of any rank's shard is raised on all.
             consensus.require_same(_WAIT, saving.shard_error)
             saving.shards_are_written.set()
             consensus.root_only(_WAIT, saving.finish)
+        finally:
+            saving.end()
 
     def _end_lost(self) -> None:
         """End a save in the background after ranks have died. Not collective.
@@ -469,14 +473,6 @@ class Saving:
             self.thread.join()
         if self._index_error is not None:
             raise self._index_error
-
-    @contextlib.contextmanager
-    def until_complete(self) -> Iterator[None]:
-        """End the save with the block."""
-        try:
-            yield
-        finally:
-            self.end()
 
     def end(self) -> None:
         """End the save; what was not begun is not written.
