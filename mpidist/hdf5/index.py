@@ -36,7 +36,7 @@ from mpidist.hdf5.linked_files import (
     open_hdf5,
     read_part,
 )
-from mpidist.util.files import open_regular
+from mpidist.util.files import open_regular, read_fully
 
 Offsets = npt.NDArray[np.int64]
 
@@ -342,7 +342,7 @@ def state_of(path: Path, descriptor: int | None = None) -> FileState:
     """
     status = os.stat(path) if descriptor is None else os.fstat(descriptor)
     # The first bytes are only read from an open descriptor: no second open.
-    head = b"" if descriptor is None else os.pread(descriptor, _HEAD_BYTES, 0)
+    head = b"" if descriptor is None else read_fully(descriptor, _HEAD_BYTES, 0)
     return FileState(
         path,
         os.uname().nodename,

@@ -89,6 +89,18 @@ def test_a_kernel_that_reads_little_at_a_time(path, monkeypatch):
     assert open_file(path).read(7, 50_000) == data[7:50_007].tobytes()
 
 
+def test_a_state_that_is_read_in_several_calls(path, monkeypatch):
+    def state():
+        with open(path, "rb") as file:
+            return state_of(path, file.fileno())
+
+    whole, pread, sizes = state(), os.pread, itertools.cycle([1, 7, 100])
+    monkeypatch.setattr(
+        os, "pread", lambda fd, n, at: pread(fd, min(n, next(sizes)), at)
+    )
+    assert state().head == whole.head
+
+
 def test_far_rows_are_read_in_more_calls_than_near_ones(path, monkeypatch):
     calls, file, preadv = [], open_file(path), os.preadv
 
