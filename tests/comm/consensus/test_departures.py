@@ -104,10 +104,13 @@ def test_an_interrupted_rank_never_gives_a_number_of_another_step(
         str(n),
         where,
         MPIDIST_RANKS_PER_NODE=ranks_per_node,
-        fails=True,
+        fails=None,
     )
     assert "wrong" not in ended.stdout
     assert "rank 1: goes on" in ended.stdout
+    if ended.returncode == 0:  # before it sent anything: then all ranks raise
+        assert ended.stdout.count("goes on") == 3
+        return
     call = r"(?:reduce|a collective) \(called at <string>:\d+\)"
     reason = f"rank 1 left {call} by TimeExpired: after a while"
     assert re.search(rf"rank 1: told: .*{reason}", ended.stdout), ended.stdout
