@@ -20,6 +20,10 @@ from mpidist.util import validation
 from mpidist.values import ArrayView, DistributedValues, local_component
 
 _PYTHON_NUMBERS = (bool, int, float, complex)
+# The number of the first dtype that is not NumPy's own, but of ml_dtypes, say; kind and
+# char of such a dtype may be those of any other
+_OTHERS_FROM = 256
+_LONG_DOUBLES = np.longdouble, np.clongdouble
 _NUMERIC_KINDS = "iufc"
 # How libraries call dtypes of floats: Float64, double[pyarrow], halffloat
 _FLOATS = re.compile(r"(?!.*int)(.*float|double|complex)", re.I)
@@ -216,7 +220,9 @@ def _to_jax(array: Any) -> Any:
     """Convert a NumPy array to a JAX array, without a copy where JAX supports that."""
     numpy = sys.modules["jax"].numpy
     # DLPack supports NumPy's own dtypes except long double
-    is_known = array.dtype.kind in "iufcb" and array.dtype.char not in "gG"
+    dtype = array.dtype
+    is_known = dtype.kind in "iufcb" and dtype.num < _OTHERS_FROM
+    is_known = is_known and dtype.type not in _LONG_DOUBLES
     if is_known and array.flags.c_contiguous and array.flags.writeable:
         return numpy.from_dlpack(array)
     return numpy.array(array, copy=True)
@@ -371,8 +377,7 @@ def is_beyond_exact(array: Any, dtype: Any = None) -> bool:
     dtype = array.dtype if dtype is None else dtype
     if dtype.kind not in "fc" or array.dtype.kind not in _NUMERIC_KINDS:
         return False
-    # ml_dtypes has numbers from 256 on
-    digits = np.finfo(dtype).nmant + 1 if dtype.num < 256 else 53
+    digits = np.finfo(dtype).nmant + 1 if dtype.num < _OTHERS_FROM else 53
     with np.errstate(all="ignore"):
         return bool((np.abs(array) >= 2.0**digits).any())
 
@@ -515,8 +520,8 @@ def _list_value_bytes(dtype: np.dtype[Any]) -> list[bool]:
             is_value[start : start + field.itemsize] = _list_value_bytes(field)
         return is_value
     # x86's extended precision: 10 bytes, stored in 12 or 16
-    if dtype.char in "gG" and np.finfo(dtype).nmant == 63:
-        number_bytes = dtype.itemsize // (2 if dtype.char == "G" else 1)
+    if dtype.type in _LONG_DOUBLES and np.finfo(dtype).nmant == 63:
+        number_bytes = dtype.itemsize // (2 if dtype.kind == "c" else 1)
         number = [i < 10 for i in range(number_bytes)]
         number = number if dtype.isnative else number[::-1]
         return number * (dtype.itemsize // number_bytes)

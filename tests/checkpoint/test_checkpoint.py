@@ -185,9 +185,15 @@ def test_arrays_in_any_order_in_memory(strategy, mpi_tmp_path):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "int4"])
+@pytest.mark.parametrize(
+    "name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "int4"]
+)
 def test_dtypes_that_hdf5_has_not(strategy, mpi_tmp_path, name):
     x = np.arange(5).astype(getattr(ml_dtypes, name))
+    rows = mpidist.Dataset.from_tensor_slices(x).batch(5)
+    (batch,) = strategy.experimental_distribute_dataset(rows)
+    gathered = strategy.gather(batch, 0)
+    assert gathered.astype("f4").tolist() == [0, 1, 2, 3, 4]
     checkpoint = mpidist.Checkpoint(strategy=strategy, x=x)
     path = checkpoint.write(mpi_tmp_path / "x")
     x[...] = 0

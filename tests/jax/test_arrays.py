@@ -127,6 +127,7 @@ def test_checkpoints_restore_jax_arrays(comm, strategy, mpi_tmp_path):
         return {
             "w": scale * jnp.arange(3.0),
             "half": jnp.full(2, scale, "bfloat16"),
+            "tiny": jnp.full(2, scale, "float8_e5m2"),  # of NumPy's kind of floats
             "more": [jnp.int32(scale), (jnp.full((2, 2), scale, bool),)],
         }
 
