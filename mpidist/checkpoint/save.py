@@ -77,6 +77,7 @@ Find = Callable[[], tuple[Path, Mapping[str, Any]]]
 Plan = Callable[[Path, list[directories.Saved]], Planned]
 _WAIT = "waiting for a checkpoint"
 _POLL_SECONDS = 0.02
+_PAUSE_SECONDS = 0.001
 # How long a network file system may take to show one node's file to another
 VISIBLE_SECONDS = 60.0
 
@@ -282,7 +283,7 @@ class Saver:
 
     def _finish(self, saving: Saving) -> None:
         consensus = self.extended.consensus
-        saving.shard_is_done.wait()
+        wait_until(saving.shard_is_done)
         if not consensus.failures.ranks:
             # If some ranks make another call, this raises and changes nothing
             consensus.require_same(_WAIT, yield_cpu=True)
@@ -357,6 +358,15 @@ def finish_all() -> None:
         Saver.busy[0].wait()
 
 
+def wait_until(event: threading.Event) -> None:
+    """Wait for an event, in a thread that a signal may interrupt.
+
+    (The lock of `Event.wait` may then raise a RuntimeError in the signal's place.)
+    """
+    while not event.is_set():
+        time.sleep(_PAUSE_SECONDS)
+
+
 class WriterThread:
     """A thread that waits for what it is to do: starting one may fail."""
 
@@ -385,11 +395,11 @@ class WriterThread:
     def join(self) -> None:
         """Wait until the work is done; without work the thread ends.
 
-        (After a signal has interrupted `Thread.join`, Python 3.11 takes the thread for
-        ended.)
+        (Of a thread whose `join` a signal has interrupted, Python 3.11 believes that it
+        has ended.)
         """
         self._begin.set()
-        self._has_ended.wait()
+        wait_until(self._has_ended)
 
 
 @dataclasses.dataclass
@@ -577,7 +587,8 @@ class Saving:
         seconds = 0.0
         while not path.exists():
             # Polled: another node's rename sends no signal.
-            if self._given_up.wait(_POLL_SECONDS):
+            time.sleep(_POLL_SECONDS)
+            if self._given_up.is_set():
                 raise CheckpointError(f"{self.index}: another rank's shard failed")
             # Only time after all have written counts against the limit.
             seconds += _POLL_SECONDS * self.shards_are_written.is_set()

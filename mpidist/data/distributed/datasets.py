@@ -543,7 +543,8 @@ def _share_indexes(
         by_rank = consensus.gather_objects(call, inspect, senders=count)
         # Restore the order of the files: rank r has indexed r, r + size, ...
         files = [by_rank[i % len(by_rank)][i // len(by_rank)] for i in range(count)]
-        require_complete(_parts(source, files))
+        # Of other sources no files belong together
+        require_complete(getattr(source, "parts", lambda _: [])(files))
         source.adopt(files, consensus.rank, *_limits(extended))
 
 
@@ -562,19 +563,13 @@ def _index_own_files(
         files = _inspect(source, range(source.file_count), rank)
         with _naming(rank):
             source.adopt(files, rank, *_limits(extended))
-        parts += _parts(source, files)
+        parts += getattr(source, "parts", lambda _: [])(files)
     return parts
 
 
 def _inspect(source: IndexedSource, files: range, rank: int) -> list[Any]:
     with _naming(rank):
         return source.inspect(files)
-
-
-def _parts(source: IndexedSource, files: Sequence[Any]) -> Parts:
-    """Return the files of a source that were written together with others."""
-    find = getattr(source, "parts", None)
-    return [] if find is None else find(files)
 
 
 def _sources(pipeline: MapDataset | IterDataset) -> list[IndexedSource]:
