@@ -16,9 +16,10 @@ import dataclasses
 import datetime
 import os
 import re
+import stat
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -28,9 +29,11 @@ from mpidist.checkpoint.format import (
     MissingError,
     is_begun,
     is_locked,
+    locked,
     open_file,
     read_header,
     read_shard,
+    unlock,
 )
 from mpidist.checkpoint.reading import read_tree
 from mpidist.errors import ArgumentError, CheckpointError
@@ -40,7 +43,6 @@ from mpidist.util.files import (
     SHARD_PATTERN,
     AtomicFile,
     close,
-    identity,
     is_running,
     open_regular,
     shard_name,
@@ -320,35 +322,43 @@ def next_serial(
     return (newest.serial + 1 if is_numbered else 1), existing
 
 
-class Replaced(NamedTuple):
-    """The checkpoint at the path of another one.
+class Before(NamedTuple):
+    """What there is where a checkpoint is to be saved.
 
     Args:
-      file: device and inode of its index.
-      needs: see `Header`.
+      file: what tells the file at its path from any other; None if there is none.
+      needs: of the checkpoint there; see `Header`.
+      series: the paths of all of its name, if it has a number.
     """
 
-    file: tuple[int, int]
+    file: tuple[int, ...] | None
     needs: frozenset[str]
+    series: frozenset[Path] = frozenset()
 
 
-def find_replaced(index: Path) -> Replaced | None:
-    """Return the checkpoint at a path; None if there is nothing.
+def look(index: Path) -> Before:
+    """Return what there is at a path, where a checkpoint is to be saved.
 
     Raises:
-      CheckpointError: another file is there.
+      CheckpointError: a file that is no checkpoint.
       OSError: it cannot be looked at.
     """
     try:
-        file = identity(index)
+        file = _of_file(index)
     except FileNotFoundError:
-        return None
+        return Before(None, frozenset())
     if _is_replaceable(index):
-        return Replaced(file, _needs(index))
+        return Before(file, _needs(index))
     raise CheckpointError(
         f"{index}: there is a file of that name that is no checkpoint, and it is not "
         "replaced; move it away, or save under another name"
     )
+
+
+def _of_file(path: Path) -> tuple[int, ...]:
+    # A new file may get the inode of one that was removed
+    status = os.lstat(path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _is_replaceable(index: Path) -> bool:
@@ -362,39 +372,45 @@ def _is_replaceable(index: Path) -> bool:
     return False
 
 
-def publish(file: AtomicFile, replaced: Replaced | None) -> None:
+def publish(file: AtomicFile, before: Before) -> None:
     """Give an index its name: from now on the checkpoint exists.
 
     Args:
       file: of the index, complete.
-      replaced: of `find_replaced`, before the save.
+      before: what there was when the save began.
 
     Raises:
-      CheckpointError: something else is there now; the file did not get its name.
+      CheckpointError: another job has saved since; the file did not get its name.
       OSError: it did not get its name, as far as one can see.
     """
+    (_, name), _ = _series(file.path)
+    now = find(file.path.parent, name) if name != file.path.stem else []
+    new = [saved for saved in now if saved.path not in before.series]
     with contextlib.suppress(FileExistsError, FileNotFoundError):
-        if replaced is None or identity(file.path) == replaced.file:
-            file.publish(replaces=replaced is not None)
+        is_same = before.file is None or _of_file(file.path) == before.file
+        if is_same and all(saved.job == JOB for saved in new):
+            file.publish(replaces=before.file is not None)
             return
     raise CheckpointError(
-        f"{file.path}: another job has saved or removed it meanwhile; only one job at "
-        "a time may save under a name"
+        f"{file.path}: another job has saved {new[0].path.name if new else 'it'} "
+        "meanwhile, or removed it; only one job at a time may save under a name"
     )
 
 
-def remove_checkpoints(indexes: Sequence[Path], in_use: Container[str]) -> None:
+def remove_checkpoints(outdated: Sequence[Saved], in_use: Container[str]) -> None:
     """Remove checkpoints of one directory: first the indexes, then their shards.
 
     `in_use`: see `remove_useless`.
     """
     ended: frozenset[str] = frozenset()
-    for index in indexes:
-        ended |= _needs(index)
-        removal.remove(index)
-    if indexes:
-        stems = "|".join(re.escape(index.stem) for index in indexes)
-        remove_useless(indexes[0].parent, stems, in_use, ended)
+    for saved in outdated:
+        with contextlib.suppress(CheckpointError, OSError):
+            if _inspect(saved.path, saved.number) == saved:  # and no other
+                ended |= _needs(saved.path)
+                removal.remove(saved.path)
+    if outdated:
+        stems = "|".join(re.escape(saved.path.stem) for saved in outdated)
+        remove_useless(outdated[0].path.parent, stems, in_use, ended)
 
 
 def remove_useless(
@@ -413,9 +429,8 @@ def remove_useless(
     """
     end = re.escape(SUFFIX)
     shard = re.compile(f"(?P<stem>{stems}){_SHARD}{end}")
-    names = _names(directory)
-    needed: tuple[set[str], set[str]] | None = None
-    for name in names:
+    found: list[tuple[Path, str, frozenset[str]]] = []
+    for name in _names(directory):
         path = directory / name
         writer = writer_of(name, f"(?:{stems})(?:{_SHARD})?{end}")
         if writer is not None and _is_dead(path, writer):
@@ -423,38 +438,53 @@ def remove_useless(
         match = shard.fullmatch(name)
         if match is None:
             continue
-        try:
-            header, found = read_shard(path)
-        except CheckpointError:
-            continue
-        marks = found.marks(header.id)
-        if header.is_index or header.id in in_use:
-            continue
-        needed = needed or _find_needed(directory, names)
-        if match["stem"] in needed[1] or marks & needed[0]:
-            continue
-        if marks & ended or _is_dead(path, header.writer):
-            removal.remove(path)
+        with contextlib.suppress(CheckpointError):
+            header, of_index = read_shard(path)
+            marks = of_index.marks(header.id)
+            is_ended = marks & ended or _is_dead(path, header.writer)
+            if is_ended and not header.is_index and header.id not in in_use:
+                found.append((path, match["stem"], marks))
+    # Only now: an index may have got its name, or another one, since
+    needed = _find_needed(directory) if found else None
+    if needed is not None:
+        for path, stem, marks in found:
+            if stem not in needed and not marks & needed:
+                removal.remove(path)
 
 
-def _find_needed(directory: Path, names: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Return the marks of shards that indexes need, and stems of unreadable indexes."""
-    marks: set[str] = set()
-    unreadable: set[str] = set()
+def _find_needed(directory: Path) -> set[str] | None:
+    """Return the marks of shards that indexes need, and stems of damaged indexes.
+
+    None if a file that may be an index cannot be read, or gets another name meanwhile.
+    """
+    needed: set[str] = set()
     shard = re.compile(f".+{_SHARD}{re.escape(SUFFIX)}")
-    for name in names:
-        if not name.endswith(SUFFIX) or shard.fullmatch(name):
-            continue
+    # Shards that an index names need not be read: those names come last
+    for name in sorted(_names(directory), key=lambda n: shard.fullmatch(n) is not None):
         path = directory / name
-        try:
-            header = _header_at(path)
-        except FileNotFoundError:
+        if name in needed:
             continue
-        except (CheckpointError, OSError):
-            unreadable.add(path.stem)
-        else:
-            marks |= header.needs if header else frozenset()
-    return marks, unreadable
+        try:
+            status = path.stat()
+            if stat.S_ISREG(status.st_mode):
+                header = _header_at(path, status)
+                if header is not None and header.is_index:
+                    needed |= header.needs | {shard.name for shard in header.shards}
+        except (CheckpointError, OSError) as error:
+            if _may_be_read_later(path, error):
+                return None
+            needed.add(path.stem)
+    return needed
+
+
+def _may_be_read_later(path: Path, error: Exception) -> bool:
+    """Return whether a file that could not be read may be an index all the same."""
+    with contextlib.suppress(OSError):
+        if path.is_symlink():  # to what was removed here, or is not mounted now
+            return os.path.dirname(os.readlink(path)) != ""
+        if path.stat().st_uid != os.geteuid():
+            return False
+    return isinstance(error.__cause__ or error, OSError | MissingError)
 
 
 def _needs(index: Path) -> frozenset[str]:
@@ -468,15 +498,12 @@ def _needs(index: Path) -> frozenset[str]:
 
 def _is_dead(path: Path, writer: tuple[str, int] | None) -> bool:
     """Return whether nobody writes a file any more, or holds it."""
-    is_held = is_locked(path)  # on any host
-    if is_held:
+    if is_locked(path):  # on any host
         return False
     is_alive = is_running(*writer) if writer else None
     if is_alive is not None:
         return not is_alive
-    if is_held is False:
-        return True
-    # Of another host, where there are no locks
+    # Locks of other hosts may be unknown here
     try:
         return time.time() - path.stat().st_mtime > _LONGEST_SAVE_SECONDS
     except OSError:
@@ -585,23 +612,23 @@ def hold(index: Path, descriptor: int, header: Header, owner: int) -> None:
     try:
         key, number = _series(index)
         status = os.fstat(descriptor)
-    except OSError:
-        close(descriptor)
+    except BaseException:
+        unlock(descriptor)
         raise
     _remember(index, _identity(status), header)
     saved = _saved(index, number, status, header)
     former = _held.pop(key, None)
     _held[key] = _Held(descriptor, saved, owner)
     if former is not None:
-        close(former.descriptor)
+        unlock(former.descriptor)
     while len(_held) > _MOST_HELD:
-        close(_held.pop(next(iter(_held))).descriptor)
+        unlock(_held.pop(next(iter(_held))).descriptor)
 
 
 def release(owner: int) -> None:
     """Release the locks of `owner`, so that other jobs can save."""
     for key in [key for key, held in _held.items() if held.owner == owner]:
-        close(_held.pop(key).descriptor)
+        unlock(_held.pop(key).descriptor)
 
 
 def _wait_for_lock(index: Path, newest: Saved, deadline: float) -> bool:
@@ -675,16 +702,9 @@ def _is_held(path: Path) -> bool:
     """Return whether this process holds the lock on a file."""
     try:
         status = path.stat()
-        return any(os.path.samestat(status, os.fstat(h[0])) for h in _held.values())
+        return any(os.path.samestat(status, os.fstat(one)) for one in list(locked))
     except OSError:
         return False
 
 
-def _release_in_child() -> None:
-    """Close descriptors in a forked child, which would keep the locks alive."""
-    for held in _held.values():
-        close(held.descriptor)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_release_in_child)
+os.register_at_fork(after_in_child=_held.clear)

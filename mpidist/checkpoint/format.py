@@ -42,7 +42,7 @@ from mpidist.checkpoint.tree import (
 )
 from mpidist.errors import CheckpointError
 from mpidist.hdf5.shard_writer import escape_source
-from mpidist.util.files import AtomicFile, open_regular, read_fully
+from mpidist.util.files import AtomicFile, close, open_regular, read_fully
 
 FORMAT = 1
 _FIRST = "mpidist checkpoint {}, header of {:012} bytes, crc32 {:08x}\n"
@@ -242,7 +242,8 @@ def _file_name(value: Any) -> str:
 
 def is_begun(descriptor: int) -> bool:
     """Return whether an open file begins as those of a checkpoint do."""
-    return read_fully(descriptor, len(_BEGIN), 0) == _BEGIN
+    begin = read_fully(descriptor, _LINE_BYTES, 0)
+    return begin.startswith(_INCOMPLETE) or _PATTERN.match(begin) is not None
 
 
 def read_header(path: FilePath) -> Header:
@@ -474,17 +475,36 @@ _SHARED, _EXCLUSIVE = (
 )
 
 
-def lock(descriptor: int) -> bool:
-    """Lock a file that is open to write; return whether that was possible.
+# Descriptors of files that this process has locked, until `unlock`
+locked: set[int] = set()
 
-    The lock lasts until this descriptor and all its duplicates are closed. Who may only
-    read the file can hold none that counts.
+
+def lock(path: FilePath) -> int:
+    """Lock a file until `unlock`, if its file system has locks; return a descriptor.
+
+    Who may only read the file can hold no lock that counts, nor can a forked child.
     """
-    try:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    locked.add(descriptor)
+    with contextlib.suppress(OSError):
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _EXCLUSIVE)
-    except OSError:  # a file system without locks
-        return False
-    return True
+    return descriptor
+
+
+def unlock(descriptor: int) -> None:
+    """Give up the lock that `lock` has returned."""
+    locked.discard(descriptor)
+    close(descriptor)
+
+
+def _unlock_in_child() -> None:
+    """Close what a forked child has inherited, which would keep the locks alive."""
+    for descriptor in locked:
+        close(descriptor)
+    locked.clear()
+
+
+os.register_at_fork(after_in_child=_unlock_in_child)
 
 
 def is_locked(path: FilePath) -> bool | None:
@@ -546,7 +566,7 @@ def write_file(
       attributes: of the root.
       header: without sizes and checksums of this file, and without a time.
       publish: gives the file, which is complete and on the disk, its name.
-      locks: a descriptor of the locked file is appended, for the caller to close.
+      locks: what `lock` returns for the file is appended, for the caller to unlock.
       begun: when the save began, on `time.monotonic`'s clock; None if its time does
         not belong in the header.
     """
@@ -555,11 +575,9 @@ def write_file(
         file = AtomicFile(path)
         try:
             descriptor = file.fileno()
-            # Locked before the first byte, so that no other job takes it for a
-            # leftover. A second descriptor keeps the lock when the file is closed.
-            lock(descriptor)
+            # Before the first byte, so that no other job takes it for a leftover
             if locks is not None:
-                locks.append(os.dup(descriptor))
+                locks.append(lock(file.temporary))
             file.write(_INCOMPLETE)
             header = _write_content(descriptor, plan, header, begun)
             file.complete()

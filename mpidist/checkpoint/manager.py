@@ -482,8 +482,7 @@ class CheckpointManager:
         """
         seconds = time.monotonic() - self._save_began
         self._longest_save_seconds = max(self._longest_save_seconds, seconds)
-        paths = [saved.path for saved in outdated]
-        directories.remove_checkpoints(paths, Saving.in_use)
+        directories.remove_checkpoints(outdated, Saving.in_use)
 
     def _step(self) -> int | None:
         counter = self._step_counter

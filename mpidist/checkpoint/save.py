@@ -44,8 +44,8 @@ from mpidist.checkpoint.format import (
     Header,
     Shard,
     Split,
-    lock,
     read_shard,
+    unlock,
     unwritable,
     write_file,
 )
@@ -67,7 +67,7 @@ from mpidist.device import arrays
 from mpidist.device.memory import Pinned
 from mpidist.errors import CheckpointError, RankLostError
 from mpidist.strategy.strategy import Strategy
-from mpidist.util.files import AtomicFile, close, sync_directory
+from mpidist.util.files import AtomicFile, sync_directory
 from mpidist.util.mounts import wait_for_file
 
 # Which checkpoint is preserved last, and what is called after a save
@@ -177,17 +177,18 @@ class Saver:
     def _begin(
         self, index: Path, known: directories.Known | None, plan: Plan | None
     ) -> tuple[int, tuple[Any, Any, Any]]:
-        """Return the serial; what the save replaces, preserves, and calls at its end.
+        """Return the serial; what there is, what is preserved, and called at the end.
 
         On rank 0.
         """
         directories.removal.wait()  # space of earlier checkpoints may be needed
         with unwritable(index):
             directories.make_directory(index.parent)
-            replaced = directories.find_replaced(index)
+            before = directories.look(index)
             serial, existing = directories.next_serial(index, id(self), known)
         planned: Planned = (None, None) if plan is None else plan(index, existing)
-        return serial, (replaced, *planned)
+        series = frozenset(saved.path for saved in existing)
+        return serial, (before._replace(series=series), *planned)
 
     def _read_state(self, find: Find) -> tuple[Path, Nodes, Digests, Fields]:
         """Return the file, all nodes, digests, and what must be equal. Collective.
@@ -258,7 +259,6 @@ class Saver:
         def create() -> list[Path]:
             with unwritable(index):
                 probes.append(AtomicFile(index))
-                lock(probes[0].fileno())  # it is no leftover
             return [probes[0].temporary]
 
         try:
@@ -412,7 +412,7 @@ class Saving:
       id: distinguishes it from other saves, and its shards from theirs.
       shard_names: of all shards, by rank; the first ranks write them.
       rank, ranks: of this process, and how many there are.
-      replaced: on rank 0, the checkpoint that was at its path before.
+      before: on rank 0, what there was when the save began.
       preserved: see `Header`.
       after: called on rank 0 once the checkpoint is complete.
       owner: who releases its lock, see `directory.hold`.
@@ -425,7 +425,7 @@ class Saving:
     shard_names: Sequence[str]
     rank: int
     ranks: int
-    replaced: directories.Replaced | None
+    before: directories.Before | None
     preserved: tuple[int, float] | None
     after: Callable[[], None] | None
     owner: int
@@ -465,8 +465,8 @@ class Saving:
         """Write what this rank writes; keep errors."""
         try:
             self.write_shard()
-        except Exception as error:
-            self.shard_error = error
+        except BaseException as error:
+            self.shard_error = self._named(error)
         finally:
             self.shard_is_done.set()
         # The index waits for all shards, so rank 0 needs no exchange with other ranks
@@ -474,8 +474,14 @@ class Saving:
         if self.rank == 0 and self.shard_error is None:
             try:
                 self.write_index()
-            except Exception as error:
-                self._index_error = error
+            except BaseException as error:
+                self._index_error = self._named(error)
+
+    def _named(self, error: BaseException) -> Exception:
+        """Return an error of a thread; what would end a program ends the save only."""
+        if isinstance(error, Exception):
+            return error
+        return CheckpointError(f"{self.index}: cannot be written: {error!r}")
 
     def finish(self) -> None:
         """Wait for the thread, and raise the error of the index."""
@@ -497,7 +503,7 @@ class Saving:
         Saving.in_use.discard(self.id)
         # Closing the descriptors releases the locks.
         while self._locks:
-            close(self._locks.pop())
+            unlock(self._locks.pop())
         self.shard = self.index_nodes = {}
         if self.rank == 0 and not self._may_exist:
             for name in self.shard_names:
@@ -560,19 +566,22 @@ class Saving:
 
     def _publish(self, file: AtomicFile) -> None:
         """Give the index its name."""
+        assert self.before is not None
+        for name in self.shard_names:  # nobody has removed one meanwhile
+            os.stat(self.index.with_name(name))
         if self.shard_names:  # whose names have to last as long
             sync_directory(self.index.parent)
         self._may_exist = True
         try:
-            directories.publish(file, self.replaced)
+            directories.publish(file, self.before)
         except CheckpointError:  # the name is another file's
             self._may_exist = False
             raise
 
     def _remove_older(self) -> None:
         """Remove what this checkpoint has replaced, and what `after` removes."""
-        if self.replaced is not None:
-            stem, ended = re.escape(self.index.stem), self.replaced.needs
+        if self.before is not None and self.before.file is not None:
+            stem, ended = re.escape(self.index.stem), self.before.needs
             directories.remove_useless(self.index.parent, stem, Saving.in_use, ended)
         if self.after is not None:
             self.after()

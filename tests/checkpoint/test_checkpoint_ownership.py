@@ -15,8 +15,16 @@ from all_ranks import on_root, require_usable
 
 import mpidist
 from mpidist import CheckpointError
-from mpidist.checkpoint.format import Header, lock, write_file
-from mpidist.util.files import AtomicFile
+from mpidist.checkpoint import directory as directories
+from mpidist.checkpoint.format import (
+    Header,
+    is_locked,
+    lock,
+    read_header,
+    unlock,
+    write_file,
+)
+from mpidist.checkpoint.save import Saving
 
 HOST = os.uname().nodename
 BEGIN = b"mpidist checkpoint that is not complete\n"
@@ -69,7 +77,7 @@ def plant(folder, name, content, writer=None):
     if content is not None:
         path.write_bytes(content)
     else:
-        os.close(write_shard(path, **({} if writer is None else {"writer": writer})))
+        unlock(write_shard(path, **({} if writer is None else {"writer": writer})))
     return path
 
 
@@ -111,15 +119,17 @@ def test_the_first_save_removes_what_dead_jobs_left_and_nothing_else(
     comm.Barrier()
     manager.save()
     comm.Barrier()
-    # Without locks nobody knows of the processes of other hosts
-    is_unknown = not has_locks and "another.host" in str((path.name, case[2]))
+    # Nobody knows of the processes of other hosts; locks may be those of this host
+    is_unknown = "another.host" in str((path.name, case[2]))
     assert path.exists() == (not is_left or is_unknown)
 
 
-def test_without_locks_a_save_of_yesterday_has_ended(
-    strategy, comm, mpi_tmp_path, monkeypatch
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_a_save_of_another_host_of_yesterday_has_ended(
+    strategy, comm, mpi_tmp_path, monkeypatch, has_locks
 ):
-    no_locks(monkeypatch)
+    if not has_locks:
+        no_locks(monkeypatch)
     path = mpi_tmp_path / SHARD
     if comm.rank == 0:
         plant(mpi_tmp_path, SHARD, None, ("another.host", 1))
@@ -137,15 +147,15 @@ def test_what_another_job_has_locked_stays(strategy, comm, mpi_tmp_path, name):
         descriptor = write_shard(path)
     elif comm.rank == 0:
         path.write_bytes(BEGIN)
-        descriptor = os.open(path, os.O_RDWR)
-        assert lock(descriptor)
+        descriptor = lock(path)
     comm.Barrier()
     manager_of(strategy, mpi_tmp_path).save()
     comm.Barrier()
     assert path.exists()
     comm.Barrier()
     if descriptor is not None:
-        os.close(descriptor)
+        unlock(descriptor)
+        os.utime(path, (1e9, 1e9))
     manager_of(strategy, mpi_tmp_path).save(7)
     comm.Barrier()
     assert not path.exists()
@@ -180,6 +190,75 @@ def copy(source, target):
     target.write_bytes(source.read_bytes())
 
 
+@pytest.fixture
+def dead_jobs(monkeypatch):
+    """Nobody who wrote a shard is alive."""
+    monkeypatch.setattr(directories, "_is_dead", lambda path, writer: True)
+
+
+@pytest.mark.usefixtures("dead_jobs")
+@pytest.mark.parametrize(
+    "name", ["ckpt-1.h5.bak", "best.H5", "best-0123abcd-00000-of-00001.h5", "a link"]
+)
+def test_any_name_counts(strategy, comm, mpi_tmp_path, tmp_path, name):
+    manager = manager_of(strategy, mpi_tmp_path)
+    path = Path(manager.save())
+    directories.release(id(manager.checkpoint.saver))
+    away, best = comm.bcast(tmp_path / "away.h5"), mpi_tmp_path / name
+    if comm.rank == 0:
+        os.rename(path, away if name == "a link" else best)
+        if name == "a link":  # whose target is not there now
+            best.symlink_to(away.with_name("mounted") / away.name)
+    comm.Barrier()
+    manager_of(strategy, mpi_tmp_path).save(5)
+    back = mpi_tmp_path / "back.h5"
+    on_root(comm, os.rename, away if name == "a link" else best, back)
+    require_whole(strategy, back)
+
+
+@pytest.mark.usefixtures("dead_jobs")
+@pytest.mark.parametrize("how", ["named", "renamed", "unreadable"])
+def test_an_index_that_shows_late_keeps_its_shards(
+    strategy, comm, mpi_tmp_path, monkeypatch, how
+):
+    """After the next job has listed the directory, or cannot be read at once."""
+    manager = manager_of(strategy, mpi_tmp_path)
+    path, aside = Path(manager.save()), mpi_tmp_path.parent / "aside"
+    directories.release(id(manager.checkpoint.saver))
+    best = path if how == "named" else mpi_tmp_path / "best.h5"
+    if how == "named":
+        on_root(comm, os.rename, path, aside)
+    if comm.rank == 0 and how == "unreadable":
+        os.rename(path, best)
+        real = directories.read_header
+        monkeypatch.setattr(directories, "read_header", unreadable(real, best))
+    elif comm.rank == 0:
+        names = directories._names
+
+        def then_rename(directory):
+            found = names(directory)
+            for source in {aside, path} - {best}:
+                if source.exists():
+                    os.rename(source, best)
+            return found
+
+        monkeypatch.setattr(directories, "_names", then_rename)
+    with contextlib.suppress(CheckpointError):
+        manager_of(strategy, mpi_tmp_path).save(7)
+    monkeypatch.undo()
+    comm.Barrier()
+    require_whole(strategy, best)
+
+
+def unreadable(read, which):
+    def fail(path):
+        if path == which:
+            raise CheckpointError("passing") from OSError(errno.EIO, "passing")
+        return read(path)
+
+    return fail
+
+
 @pytest.mark.parametrize("damage", [b"", b"no header"], ids=["cut", "other bytes"])
 def test_shards_stay_while_their_index_cannot_be_read(
     strategy, comm, mpi_tmp_path, damage
@@ -200,7 +279,7 @@ FOREIGN = {
     "data": lambda path: h5py.File(path, "w").create_dataset("x", data=NUMBERS[:5]),
     "text": lambda path: path.write_text("mpidist is"),
     "nothing": lambda path: path.write_bytes(b""),
-    "a shard": lambda path: os.close(write_shard(path)),
+    "a shard": lambda path: unlock(write_shard(path)),
     "a dangling link": lambda path: path.symlink_to("nowhere"),
     "a folder": lambda path: path.mkdir(),
     "a FIFO": os.mkfifo,
@@ -244,28 +323,140 @@ def test_rows_whose_name_looks_like_shards_stay(strategy, comm, mpi_tmp_path):
     assert len(rows) == len(NUMBERS) * comm.size
 
 
+@pytest.mark.parametrize("number", [1, 5], ids=["same number", "another"])
 @pytest.mark.parametrize("is_background", [False, True])
 def test_of_two_first_saves_one_is_refused(
-    strategy, comm, mpi_tmp_path, monkeypatch, is_background
+    strategy, comm, mpi_tmp_path, monkeypatch, is_background, number
 ):
     """Another job saves between this one's look at the directory and its index."""
     no_locks(monkeypatch)
     manager = manager_of(strategy, mpi_tmp_path, is_background=is_background)
-    theirs = {}
-    publish = AtomicFile.publish
+    theirs = mpi_tmp_path / f"ckpt-{number}.h5"
+    publish = directories.publish
 
-    def publish_after_the_other(file, **options):
-        if file.path.name == "ckpt-1.h5" and not theirs:
-            theirs["file"] = file.path
-            with AtomicFile(file.path) as other:
-                other.write(b"the checkpoint of another job")
-            publish(other)
-        publish(file, **options)
+    def publish_after_the_other(file, before):
+        write_file(theirs, {}, {}, Header(1, job="another job"))
+        publish(file, before)
 
-    monkeypatch.setattr(AtomicFile, "publish", publish_after_the_other)
+    monkeypatch.setattr(directories, "publish", publish_after_the_other)
     with pytest.raises(CheckpointError, match="another job has saved"):
         manager.save()
         manager.wait()
     require_usable(strategy)
-    assert [p.name for p in mpi_tmp_path.iterdir()] == ["ckpt-1.h5"]
-    assert (mpi_tmp_path / "ckpt-1.h5").read_bytes() == b"the checkpoint of another job"
+    comm.Barrier()
+    assert list(mpi_tmp_path.iterdir()) == [theirs]
+    assert read_header(theirs).job == "another job"
+
+
+def test_a_file_that_appears_in_place_of_the_old_one_stays(
+    strategy, comm, mpi_tmp_path, monkeypatch
+):
+    """It may get the inode of the old one."""
+    checkpoint = manager_of(strategy, mpi_tmp_path).checkpoint
+    path = Path(checkpoint.write(mpi_tmp_path / "model"))
+    publish = directories.publish
+
+    def publish_after_the_other(file, before):
+        path.unlink()
+        with h5py.File(path, "w") as other:
+            other["x"] = np.arange(5)
+        publish(file, before)
+
+    monkeypatch.setattr(directories, "publish", publish_after_the_other)
+    with pytest.raises(CheckpointError, match="another job has saved"):
+        checkpoint.write(path)
+    comm.Barrier()
+    with h5py.File(path, locking=False) as file:
+        assert file["x"][4] == 4
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_shard_that_is_removed_by_others_is_an_error(
+    strategy, comm, mpi_tmp_path, monkeypatch
+):
+    """As by a job that cannot see this one's locks."""
+    wait = Saving._wait_for_shard
+
+    def then_remove(saving, name):
+        found = wait(saving, name)
+        (mpi_tmp_path / name).unlink()
+        return found
+
+    monkeypatch.setattr(Saving, "_wait_for_shard", then_remove)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        manager_of(strategy, mpi_tmp_path).save()
+    comm.Barrier()
+    assert not (mpi_tmp_path / "ckpt-1.h5").exists()
+
+
+def test_a_child_keeps_no_lock(strategy, comm, mpi_tmp_path, monkeypatch):
+    """Neither of a checkpoint nor of a file that is being written."""
+    children, write, pipe = [], Saving.write_index, os.pipe()
+
+    def fork(saving):
+        (mpi_tmp_path / "file").write_bytes(BEGIN)
+        descriptor = lock(mpi_tmp_path / "file")
+        children.append(os.fork())
+        if children[-1] == 0:
+            os.read(pipe[0], 1)  # until the test has ended
+            os._exit(0)
+        unlock(descriptor)
+        write(saving)
+
+    monkeypatch.setattr(Saving, "write_index", fork)
+    manager = manager_of(strategy, mpi_tmp_path)
+    path = Path(manager.save())
+    if comm.rank == 0:
+        directories.release(id(manager.checkpoint.saver))
+        assert not is_locked(path)
+        assert not is_locked(mpi_tmp_path / "file")
+        os.write(pipe[1], b"x")
+        os.waitpid(children[0], 0)
+    for descriptor in pipe:
+        os.close(descriptor)
+    comm.Barrier()
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("call", ["write_shard", "write_index"])
+def test_what_is_raised_in_a_thread_is_raised_on_all(
+    strategy, comm, mpi_tmp_path, monkeypatch, error, call
+):
+    manager = manager_of(strategy, mpi_tmp_path, is_background=True)
+
+    def fail(saving):
+        raise error
+
+    if comm.rank == (0 if call == "write_index" else comm.size - 1):
+        monkeypatch.setattr(Saving, call, fail)
+    with pytest.raises((CheckpointError, MemoryError)):
+        manager.save()
+        manager.wait()
+    monkeypatch.undo()
+    manager.save()
+    manager.wait()
+    require_whole(strategy, manager.latest_checkpoint)
+
+
+def test_only_what_was_planned_is_removed(strategy, comm, mpi_tmp_path, monkeypatch):
+    """The user gives another checkpoint the name of the outdated one."""
+    manager = manager_of(strategy, mpi_tmp_path, max_to_keep=1)
+    path, best = Path(manager.save()), mpi_tmp_path / "best.h5"
+    manager.checkpoint.write(best)
+    publish = directories.publish
+
+    def then_rename(file, before):
+        publish(file, before)
+        os.rename(best, path)
+
+    monkeypatch.setattr(directories, "publish", then_rename)
+    manager.save()
+    comm.Barrier()
+    require_whole(strategy, path)
+
+
+def test_a_text_that_begins_alike_is_no_checkpoint(strategy, comm, mpi_tmp_path):
+    path = mpi_tmp_path / "notes.h5"
+    on_root(comm, path.write_text, "mpidist checkpoint 3 is the best one\n" * 3)
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        manager_of(strategy, mpi_tmp_path).checkpoint.write(path)
