@@ -52,6 +52,7 @@ _PATTERN = re.compile(
 _LINE_BYTES = len(_FIRST.format(FORMAT, 0, 0))
 # How each file of a checkpoint begins, from its first byte on the disk on
 _BEGIN = _FIRST.partition("{")[0].encode()
+_BEGUN = re.compile(rb"mpidist checkpoint \d+, header of \d")
 _INCOMPLETE = _BEGIN + b"that is not complete\n"
 # Limits on what is read before its checksum is verified, as damaged files may claim any
 # size. Enough for the header of 16 TiB of arrays, and for a million small arrays
@@ -243,7 +244,7 @@ def _file_name(value: Any) -> str:
 def is_begun(descriptor: int) -> bool:
     """Return whether an open file begins as those of a checkpoint do."""
     begin = read_fully(descriptor, _LINE_BYTES, 0)
-    return begin.startswith(_INCOMPLETE) or _PATTERN.match(begin) is not None
+    return begin.startswith(_INCOMPLETE) or _BEGUN.match(begin) is not None
 
 
 def read_header(path: FilePath) -> Header:
