@@ -111,14 +111,16 @@ class Hdf5Writer:
       overwrite: whether to replace an existing index and its shards. They are kept
         until all new rows are on disk; then they are renamed, the index first, to
         `*.earlier.tmp`, and removed when the new index is there. If that fails, they
-        get their names again. Other files with the names of shards are an error.
+        get their names again. Other files with the names of shards are an error, and
+        shards whose index was renamed or copied. After an interrupt, the earlier files
+        may be left as `*.earlier.tmp` beside the new ones.
       order: "rank" or "dataset".
       fill_value: with `order="dataset"`, the value of rows that were not appended, as
         after an iterator was restored in an epoch; by default they are an error.
 
     Raises, on all ranks:
       ArgumentError: an invalid option; the files exist and `overwrite` is False, or
-        they were not written for this path.
+        they were not written for this path, or an index of another name needs them.
       ArgumentTypeError: `strategy` is not a strategy, or `path` not a path.
       MismatchError: the arguments differ between ranks.
       DataError: the directory is missing, not writable, or not shared.
