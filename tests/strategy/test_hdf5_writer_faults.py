@@ -209,3 +209,23 @@ def test_any_call_of_a_writer(
     }
     for number in range(1 + len(names) % step, len(names) + 1, step):
         assert run(number, *case)[:number] == names[:number]
+
+
+@pytest.mark.mpi(max_size=1)
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_interrupt_while_the_earlier_files_go_keeps_the_new(
+    strategy, comm, mpi_tmp_path, monkeypatch, number
+):
+    path, real, removed = mpi_tmp_path / "rows.h5", os.unlink, []
+
+    def unlink(target):
+        real(target)
+        removed.extend([target] * str(target).endswith(".earlier.tmp"))
+        if len(removed) == number:
+            raise KeyboardInterrupt
+
+    write(strategy, path, 1.0)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "unlink", unlink)
+        write(strategy, path, 2.0, overwrite=True)
+    assert read(path) == rows(2.0, comm.size)
