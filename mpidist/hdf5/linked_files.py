@@ -305,8 +305,11 @@ def _look_up(
     Raises:
       OSError: a file is not a regular one.
     """
-    index = read_part(dataset.file)
-    for escaped, shapes in _sources_of(dataset).items():
+    index, sources = read_part(dataset.file), _sources_of(dataset)
+    ranks = index.shard_ranks() if index is not None else []
+    if len(ranks) != len(sources):  # not a dataset of the writer
+        ranks = []
+    for (escaped, shapes), rank in itertools.zip_longest(sources.items(), ranks):
         if _is_numbered(escaped):
             continue
         file_name = escaped.replace("%%", "%")
@@ -315,6 +318,9 @@ def _look_up(
             shard = read_part(file)
             if shard is None or shard.output != index.output:
                 file, refused = None, "is not what was written with this index"
+            elif rank not in (None, shard.rank):
+                refused = f"has the rows of rank {shard.rank}, not of rank {rank}"
+                file = None
         if file is None:
             yield None, f"{file_name} {refused}"
             continue
@@ -537,6 +543,11 @@ class OutputPart(NamedTuple):
         fields = {**self._asdict(), "with_rows": f"{self.with_rows:x}"}
         file.attrs[_OUTPUT] = np.bytes_(json.dumps(fields))
 
+    def shard_ranks(self) -> list[int]:
+        """Return the ranks that have a shard, in the order of the index."""
+        bits = range(self.with_rows.bit_length())
+        return [rank for rank in bits if self.with_rows >> rank & 1]
+
     def names_of(self, ranks: Iterable[int], name: str) -> list[str]:
         """Return the names of the shards of these ranks, given that of this one."""
         mine = f"{self.rank:05}-of-{self.ranks:05}"
@@ -596,8 +607,7 @@ def require_complete(parts: Parts) -> None:
         path, part = next(iter(shards.values()))
         if part.is_index:
             continue
-        bits = range(part.with_rows.bit_length())
-        ranks = [r for r in bits if part.with_rows >> r & 1]
+        ranks = part.shard_ranks()
         missing = [r for r in ranks if r not in shards]
         if missing and -1 not in shards:
             names = part.names_of(missing[:3], path.name)

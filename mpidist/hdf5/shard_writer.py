@@ -507,13 +507,15 @@ def _discard(file: h5py.File, atomic: AtomicHdf5File) -> None:
 def publish_new(atomic: AtomicHdf5File) -> None:
     """Give a complete file its final name; if that fails, it has not that name.
 
+    After an interrupt it may have it.
+
     Raises:
       ArgumentError: a file of that name exists; it is unchanged.
       OSError: it cannot be renamed.
     """
     try:
         atomic.publish(replaces=False)
-    except BaseException as error:
+    except Exception as error:
         atomic.withdraw()
         if isinstance(error, FileExistsError):
             raise ArgumentError(

@@ -22,7 +22,13 @@ from mpidist.errors import (
     DataError,
     RemoteError,
 )
-from mpidist.hdf5.linked_files import OutputPart, open_hdf5, read_part
+from mpidist.hdf5.linked_files import (
+    Identity,
+    OutputPart,
+    identity_of,
+    open_hdf5,
+    read_part,
+)
 from mpidist.hdf5.shard_writer import (
     FieldSpec,
     ShardWriter,
@@ -40,6 +46,7 @@ from mpidist.util import validation
 from mpidist.util.files import (
     SHARD_PATTERN,
     AtomicHdf5File,
+    identity,
     rename_beside,
     shard_name,
     sync_directory,
@@ -104,14 +111,16 @@ class Hdf5Writer:
       overwrite: whether to replace an existing index and its shards. They are kept
         until all new rows are on disk; then they are renamed, the index first, to
         `*.earlier.tmp`, and removed when the new index is there. If that fails, they
-        get their names again. Other files with the names of shards are an error.
+        get their names again. Other files with the names of shards are an error, and
+        shards whose index was renamed or copied. After an interrupt, the earlier files
+        may be left as `*.earlier.tmp` beside the new ones.
       order: "rank" or "dataset".
       fill_value: with `order="dataset"`, the value of rows that were not appended, as
         after an iterator was restored in an epoch; by default they are an error.
 
     Raises, on all ranks:
       ArgumentError: an invalid option; the files exist and `overwrite` is False, or
-        they were not written for this path.
+        they were not written for this path, or an index of another name needs them.
       ArgumentTypeError: `strategy` is not a strategy, or `path` not a path.
       MismatchError: the arguments differ between ranks.
       DataError: the directory is missing, not writable, or not shared.
@@ -159,7 +168,9 @@ class Hdf5Writer:
         self._extended.topology.require_open()
         self._shard: ShardWriter | None = None
         self._index: AtomicHdf5File | None = None
-        self._earlier = _EarlierOutput()
+        self._output = ""  # random, of this write
+        self._is_index_tried = False
+        self._interrupt: BaseException | None = None
         self._order: DatasetOrder | None = None
         self._closed = False
 
@@ -188,6 +199,7 @@ class Hdf5Writer:
         consensus = self._extended.consensus
         checked = consensus.run(_OPEN, check, same=agreed)
         _, self._path, self._dataset, self._storage = checked
+        self._earlier = _EarlierOutput(self._path)
         consensus.root_only(_OPEN, self._checked(self._require_free))
         self._or_discard(self._create)
         if order == "dataset":
@@ -306,7 +318,8 @@ class Hdf5Writer:
             parts = consensus.gather_objects(_CLOSE, lambda: part)
         shards = sum((part.rows > 0) << rank for rank, part in enumerate(parts))
         where = self._path.name, self._extended.replica_id, len(parts), shards
-        mine = OutputPart(parts[0].token, *where)
+        self._output = parts[0].token
+        mine = OutputPart(self._output, *where)
         assert self._shard is not None
         consensus.run(_CLOSE, self._shard.finish, fields, mine, yield_cpu=True)
         index = mine._replace(rank=-1)
@@ -339,67 +352,115 @@ class Hdf5Writer:
         self._index = write_vds(self._path, fields, shards, index)
 
     def _publish(self) -> None:
-        """Rename the shards, then the index; if that fails, undo all of it."""
-        assert self._shard is not None
+        """Rename the shards, then the index; if that fails, undo all of it.
+
+        Once rank 0 has tried to name the index, an interrupt withdraws nothing.
+        """
         consensus = self._extended.consensus
         try:
             # No rank publishes its shard before this point
             consensus.root_only(_CLOSE, self._checked(self._clear_way))
-            consensus.run(_CLOSE, self._shard.publish)
+            consensus.run(_CLOSE, self._publish_shard)
             consensus.root_only(_CLOSE, self._checked(self._publish_index))
         except BaseException as error:
-            is_interrupt = not isinstance(error, Exception)
-            is_lost = isinstance(error, CollectiveError)
-            if self._extended.num_replicas > 1 and (
-                is_interrupt or (is_lost and not isinstance(error, RemoteError))
-            ):
-                # Another rank may have published the index, which needs the shards
-                self._earlier.restore()
-            else:
-                with contextlib.suppress(CollectiveError):  # the first error counts
-                    self._undo()
+            self._undo(error)
+            if self._interrupt is not None:
+                raise self._interrupt from None
             raise
+        consensus.root_only(_CLOSE, self._earlier.remove)
 
     def _clear_way(self) -> None:
-        self._require_free()
-        self._earlier.set_aside(_find_output(self._path))
+        self._earlier.set_aside(self._require_free())
+
+    def _publish_shard(self) -> None:
+        assert self._shard is not None
+        try:
+            self._shard.publish()
+        except Exception:
+            raise
+        except BaseException as error:
+            # All undo it together, before this rank leaves, which may end the job
+            self._interrupt = error
+            kind = type(error).__name__
+            raise DataError(
+                f"{self._shard.path}: {kind} while it got its name"
+            ) from None
 
     def _publish_index(self) -> None:
         assert self._index is not None
-        try:
-            sync_directory(self._path.parent)
-            publish_new(self._index)
-            sync_directory(self._path.parent)
-        except BaseException:
-            self._index.withdraw()
-            raise
-        self._earlier.remove()
+        sync_directory(self._path.parent)
+        self._is_index_tried = True
+        publish_new(self._index)
+        sync_directory(self._path.parent)
 
-    def _undo(self) -> None:
-        """Remove the new files, and bring back the earlier ones. Collective."""
+    def _undo(self, error: BaseException) -> None:
+        """Remove the new files, and bring back the earlier ones.
+
+        Collective if all ranks have the error. Else only rank 0 knows whether there is
+        an index, which needs the shards of all.
+        """
+        is_lost = isinstance(error, CollectiveError)
+        is_lost &= not isinstance(error, RemoteError)
+        try:
+            if isinstance(error, Exception) and not is_lost:
+                with contextlib.suppress(Exception):  # the first error counts
+                    self._withdraw_together()
+        finally:
+            if self._extended.replica_id == 0:
+                with contextlib.suppress(Exception):
+                    self._take_back()
+
+    def _withdraw_together(self) -> None:
         assert self._shard is not None
         consensus = self._extended.consensus
-
         if consensus.root_only(_CLOSE, self._remove_index):
+            # Rank 0 may not see yet what other nodes have renamed
             consensus.run(_CLOSE, self._shard.withdraw)
-            consensus.root_only(_CLOSE, self._earlier.restore)
+            consensus.root_only(_CLOSE, self._take_back)
 
     def _remove_index(self) -> bool:
         """Withdraw the index; return whether its shards may go, too."""
         if self._index is not None:
             self._index.withdraw()
-            with contextlib.suppress(OSError):
-                return not self._index.has_final_name()
-        return self._index is None
+        return not self._may_have_index()
 
-    def _require_free(self) -> None:
-        """Raise an ArgumentError if files of this output exist, and may not go."""
+    def _may_have_index(self) -> bool:
+        """Return whether the new index has its name, or that cannot be known."""
+        if self._index is None or not self._is_index_tried:
+            return False
+        try:
+            return self._index.has_final_name()
+        except OSError:
+            return True
+
+    def _take_back(self) -> None:
+        """Unless there is an index, undo what the ranks did. On rank 0 only."""
+        for _ in range(2):  # another rank may rename its shard meanwhile
+            if self._may_have_index():
+                return
+            self._remove_shards()
+            if self._earlier.restore():
+                return
+
+    def _remove_shards(self) -> None:
+        ranks = self._extended.num_replicas
+        for path in [_shard_path(self._path, rank, ranks) for rank in range(ranks)]:
+            with contextlib.suppress(OSError):
+                part = _part_of(path)
+                if part is not None and part.output == self._output:
+                    path.unlink()
+
+    def _require_free(self) -> list[_Found]:
+        """Return the files of this output that exist, which may go.
+
+        Raises:
+          ArgumentError: some may not.
+        """
         found = _find_output(self._path)
+        kept = [each.path for each in found]
         if self._overwrite:
-            found = [path for path in found if not _is_replaceable(path, self._path)]
-        if found:
-            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-            names = ", ".join(path.name for path in found[:3]) + more
+            kept = [each.path for each in found if not each.is_replaceable]
+        if kept:
             advice = "remove them, write to another path, or pass overwrite=True"
             if self._overwrite:
                 advice = (
@@ -407,8 +468,10 @@ class Hdf5Writer:
                     "are not overwritten; remove them, or write to another path"
                 )
             raise ArgumentError(
-                f"{self._path}: these files exist already: {names}; {advice}"
+                f"{self._path}: these files exist already: {_shown(kept)}; {advice}"
             )
+        _require_unused(self._path, found)
+        return found
 
     def _checked(self, fn: Callable[[], T]) -> Callable[[], T]:
         def checked() -> T:
@@ -463,7 +526,24 @@ def _shard_path(index: Path, rank: int, size: int) -> Path:
     return index.with_name(shard_name(index.stem, rank, size, index.suffix))
 
 
-def _find_output(index: Path) -> list[Path]:
+class _Found(NamedTuple):
+    """A file that has the name of an index or of a shard, when rank 0 looked at it.
+
+    Args:
+      path: of it.
+      seen: its identity; None if it was gone.
+      is_replaceable: whether `overwrite=True` may replace it: the index, or a shard of
+        it. A name proves nothing: shards say of themselves what they are.
+      output: of a shard that may be replaced.
+    """
+
+    path: Path
+    seen: Identity | None
+    is_replaceable: bool
+    output: str | None = None
+
+
+def _find_output(index: Path) -> list[_Found]:
     """Return the existing index and shards, for any number of ranks."""
     pattern = re.compile(
         re.escape(index.stem) + SHARD_PATTERN + re.escape(index.suffix)
@@ -471,59 +551,119 @@ def _find_output(index: Path) -> list[Path]:
     names = set(os.listdir(index.parent))
     shards = sorted(name for name in names if pattern.fullmatch(name))
     indices = [index.name] if index.name in names else []
-    return [index.with_name(name) for name in indices + shards]
+    return [_look_at(index.with_name(name), index) for name in indices + shards]
 
 
-def _is_replaceable(path: Path, index: Path) -> bool:
-    """Return whether `overwrite=True` may replace a file: the index, or a shard of it.
-
-    A name proves nothing: shards say of themselves what they are.
-    """
+def _look_at(path: Path, index: Path) -> _Found:
     try:
-        mode = path.lstat().st_mode
-        if path == index:
-            return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
-        if not stat.S_ISREG(mode):
-            return False
-        with open_hdf5(path) as file:
-            part = read_part(file)
+        status = path.lstat()
     except FileNotFoundError:
-        return True
+        return _Found(path, None, True)
+    except OSError:
+        return _Found(path, None, False)
+    seen, mode = identity_of(status), status.st_mode
+    if path == index:
+        return _Found(path, seen, stat.S_ISREG(mode) or stat.S_ISLNK(mode))
+    part = _part_of(path) if stat.S_ISREG(mode) else None
+    if part is None or part.is_index or part.index_name != index.name:
+        return _Found(path, seen, False)
+    return _Found(path, seen, True, part.output)
+
+
+def _part_of(path: Path) -> OutputPart | None:
+    """Return which part of an output a file is; None if it is none, or unreadable."""
+    try:
+        with open_hdf5(path) as file:
+            return read_part(file)
     except (OSError, RuntimeError, ValueError, KeyError):
-        return False
-    return part is not None and not part.is_index and part.index_name == index.name
+        return None
+
+
+def _require_unused(index: Path, found: Sequence[_Found]) -> None:
+    """Raise an ArgumentError if an index of another name needs shards that may go."""
+    outputs = {each.output for each in found if each.output}
+    known = {each.path.name for each in found}
+    for name in sorted(os.listdir(index.parent)) if outputs else ():
+        path = index.with_name(name)
+        # What a killed job left is not needed; a link leads to what takes its place
+        if name in known or name.endswith(".tmp") or path.is_symlink():
+            continue
+        part = _part_of(path)
+        if part is not None and part.is_index and part.output in outputs:
+            used = [each.path for each in found if each.output == part.output]
+            raise ArgumentError(
+                f"{index}: {name} is a renamed or copied index, and its rows are in "
+                f"{_shown(used)}, which are not overwritten; remove {name}, or write "
+                "to another path"
+            )
+
+
+def _shown(paths: Sequence[Path]) -> str:
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return ", ".join(path.name for path in paths[:3]) + more
 
 
 class _EarlierOutput:
     """Files of an earlier writer, kept under other names until new ones are there."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: Path) -> None:
+        self._index = index
         self._moves: list[tuple[Path, Path]] = []  # the index first
 
-    def set_aside(self, paths: Sequence[Path]) -> None:
-        """Rename the files: an index, then its shards."""
-        for path in paths:
+    def set_aside(self, found: Sequence[_Found]) -> None:
+        """Rename the files: an index, then its shards.
+
+        Raises:
+          ArgumentError: one is not the file that was found; `restore` brings it back.
+        """
+        for path, seen, *_ in found:
             aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}.earlier.tmp")
             self._moves.append((path, aside))
             with contextlib.suppress(FileNotFoundError):
                 path.rename(aside)
+                if identity_of(aside.lstat()) != seen:
+                    raise ArgumentError(
+                        f"{path}: another job has written it since this one looked; "
+                        "remove it, or write to another path"
+                    )
             # An index must not find other shards, not even after a power failure
-            if path == paths[0]:
+            if path == self._index:
                 sync_directory(path.parent)
 
-    def restore(self) -> None:
-        """Rename them back, the index last, unless other files have their names."""
-        with contextlib.suppress(OSError):
-            while self._moves:
-                path, aside = self._moves[-1]
-                if os.path.lexists(aside):
-                    rename_beside(aside, path)
-                    aside.unlink(missing_ok=True)
-                self._moves.pop()
+    def restore(self) -> bool:
+        """Rename them back, the index last; return whether all have their names.
+
+        A name that another file has is left to it. Then the index, which needs all
+        shards, keeps its temporary name.
+        """
+        away: list[tuple[Path, Path]] = []
+        for move in reversed(self._moves):
+            is_useless = bool(away) and move[0] == self._index
+            if is_useless or not _move_back(*move):
+                away.insert(0, move)
+        self._moves = away
+        return not away
 
     def remove(self) -> None:
         """Remove them. Errors are ignored: a temporary name stays then."""
         for _, aside in self._moves:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 aside.unlink()
         self._moves.clear()
+
+
+def _move_back(path: Path, aside: Path) -> bool:
+    """Rename a file from `aside` to `path`; return whether it is not away any more."""
+    try:
+        try:
+            rename_beside(aside, path)
+        except FileExistsError:
+            if identity(path) != identity(aside):
+                return False
+    except FileNotFoundError:  # it was not renamed, or is back
+        return True
+    except OSError:
+        return False
+    with contextlib.suppress(OSError):
+        aside.unlink(missing_ok=True)
+    return True

@@ -1,5 +1,6 @@
 """Rows that all ranks write, against NumPy and plain h5py."""
 
+import contextlib
 import errno
 import gc
 import itertools
@@ -662,6 +663,81 @@ def test_overwrite_replaces_no_file_by_its_name(comm, strategy, path, kind, is_e
     assert mine.name in names_in(path.parent)
     assert len(names_in(path.parent)) == 2 + comm.size
     assert read(other).tolist() == [1] * 2 * comm.size
+
+
+@pytest.mark.parametrize(("call", "overwrite"), [("listdir", False), ("rename", True)])
+def test_an_output_that_appears_after_the_look_is_not_removed(
+    comm, strategy, path, monkeypatch, call, overwrite
+):
+    """Another job publishes its files while this one clears the way."""
+    if overwrite:
+        write(strategy, path, 1)
+    other = path.parent / "other"
+    on_root(comm, other.mkdir)
+    write(strategy, other / path.name, 2)
+    writer = Hdf5Writer(strategy, path, overwrite=overwrite)
+    writer.append(np.full(2, 3))
+    comm.Barrier()
+    real = getattr(os, call)
+
+    def appear(*arguments):
+        monkeypatch.undo()
+        found = real(*arguments) if call == "listdir" else None
+        for each in names_in(other):
+            os.replace(other / each, path.with_name(each))
+        return real(*arguments) if found is None else found
+
+    if comm.rank == 0:
+        monkeypatch.setattr(os, call, appear)
+    with pytest.raises(mpidist.ArgumentError, match="job has written it since"):
+        writer.close()
+    comm.Barrier()
+    assert read(path).tolist() == [2] * 2 * comm.size
+    assert len(names_in(path.parent)) == 2 + comm.size
+
+
+def test_overwrite_leaves_a_file_that_appears_after_the_look(
+    comm, strategy, path, monkeypatch
+):
+    write(strategy, path, 1)
+    real, late = os.listdir, path.with_name(shard(5, 9))
+
+    def look(folder):
+        found = real(folder)
+        late.write_text("precious")
+        return found
+
+    writer = Hdf5Writer(strategy, path, overwrite=True)
+    writer.append(np.full(2, 2))
+    with monkeypatch.context() as patch:
+        if comm.rank == 0:
+            patch.setattr(os, "listdir", look)
+        with contextlib.suppress(mpidist.ArgumentError):
+            writer.close()
+    comm.Barrier()
+    assert late.read_text() == "precious"
+
+
+@pytest.mark.parametrize("place", [os.rename, shutil.copy, os.link])
+@pytest.mark.parametrize("is_early", [False, True])
+def test_overwrite_keeps_the_shards_of_an_index_of_another_name(
+    comm, strategy, path, place, is_early
+):
+    write(strategy, path, 1)
+    best = path.with_name("best.h5")
+    if is_early:
+        on_root(comm, place, path, best)
+    with pytest.raises(mpidist.ArgumentError, match=r"best\.h5 is a renamed or copied"):  # noqa: SIM117
+        with Hdf5Writer(strategy, path, overwrite=True) as writer:
+            writer.append(np.full(2, 2))
+            if not is_early:
+                on_root(comm, place, path, best)
+    comm.Barrier()
+    assert read(best).tolist() == [1] * 2 * comm.size
+    on_root(comm, best.unlink)
+    on_root(comm, best.symlink_to, path.name)  # no index of its own
+    write(strategy, path, 2, overwrite=True)
+    assert read(best).tolist() == [2] * 2 * comm.size
 
 
 def test_an_index_that_another_program_wrote_may_be_overwritten(comm, strategy, path):

@@ -36,16 +36,22 @@ def interrupt(name):
     raise KeyboardInterrupt
 
 
+def exhaust(name):
+    raise MemoryError("injected")
+
+
 def die(name):
     raise Killed
 
 
-# What happens, and whether it happens at all later calls, too
+# What happens, whether it happens at all later calls, too, and whether after the call
 FAULTS = {
-    "fails": (fail, False),
-    "fails from then on": (fail, True),
-    "is interrupted": (interrupt, False),
-    "is the last": (die, True),
+    "fails": (fail, False, False),
+    "fails from then on": (fail, True, False),
+    "has no memory": (exhaust, False, False),
+    "is interrupted": (interrupt, False, False),
+    "is interrupted afterwards": (interrupt, False, True),
+    "is the last": (die, True, False),
 }
 
 
@@ -55,7 +61,7 @@ class Calls:
     def __init__(self, folder, number, fault):
         self.names = []
         self._folder, self._number = str(folder), number
-        self._happen, self._stays = FAULTS[fault]
+        self._happen, self._stays, self._is_after = FAULTS[fault]
 
     def install(self, patch):
         for name in CALLS:
@@ -71,8 +77,9 @@ class Calls:
                 late = len(self.names) - self._number
                 is_now = late == 0 or (late > 0 and self._stays)
                 if is_now and self._number:
-                    if name == "close":  # closes, whatever it reports
-                        real(*arguments)
+                    # `close` closes, whatever it reports
+                    if name == "close" or (self._is_after and name != "__init__"):
+                        real(*arguments, **options)
                     self._happen(name)
             return real(*arguments, **options)
 
@@ -142,6 +149,8 @@ def check(comm, path, fault, error, is_overwriting):
         assert found == [new, new]
     elif is_overwriting and fault == "fails" and not is_blocked:
         assert found == [old, old]
+    elif is_overwriting and not FAULTS[fault][1] and not is_blocked:
+        assert found in ([old, old], [new, new])
     if "fails" in fault:
         assert len(set(comm.allgather(error is None))) == 1
 
@@ -200,3 +209,23 @@ def test_any_call_of_a_writer(
     }
     for number in range(1 + len(names) % step, len(names) + 1, step):
         assert run(number, *case)[:number] == names[:number]
+
+
+@pytest.mark.mpi(max_size=1)
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_interrupt_while_the_earlier_files_go_keeps_the_new(
+    strategy, comm, mpi_tmp_path, monkeypatch, number
+):
+    path, real, removed = mpi_tmp_path / "rows.h5", os.unlink, []
+
+    def unlink(target):
+        real(target)
+        removed.extend([target] * str(target).endswith(".earlier.tmp"))
+        if len(removed) == number:
+            raise KeyboardInterrupt
+
+    write(strategy, path, 1.0)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "unlink", unlink)
+        write(strategy, path, 2.0, overwrite=True)
+    assert read(path) == rows(2.0, comm.size)

@@ -159,6 +159,35 @@ def test_an_index_with_a_shard_of_another_write_is_an_error(comm, strategy, path
             way()
 
 
+def test_an_index_with_shards_that_changed_places_is_an_error(comm, strategy, path):
+    first, second = (shard(path, rank, comm.size) for rank in range(2))
+
+    def swap():
+        first.rename(path.with_name("away"))
+        second.rename(first)
+        path.with_name("away").rename(second)
+
+    on_root(comm, swap)
+    message = f"{first.name} has the rows of rank 1, not of rank 0"
+    for way in list(every_way(strategy, str(path)))[:2]:
+        with pytest.raises(DataError, match=message):
+            way()
+
+
+def test_an_own_dataset_in_the_index_may_have_the_shards_in_any_order(
+    comm, strategy, path
+):
+    def add():
+        layout = h5py.VirtualLayout((2,), "f8")
+        layout[:] = h5py.VirtualSource(shard(path, 1, comm.size).name, "data", (2,))
+        with h5py.File(path, "r+") as file:
+            file.create_virtual_dataset("own", layout)
+
+    on_root(comm, add)
+    batches = Dataset.from_hdf5(path, "own").batch(2)
+    assert [batch.tolist() for batch in batches] == [[10.0, 11.0]]
+
+
 def test_files_of_other_programs_are_read_as_before(comm, strategy, path):
     def forget():
         for file in path.parent.iterdir():
