@@ -186,7 +186,7 @@ def run_case(strategy, comm, path, number, fault, rank, is_overwriting):
 @pytest.mark.parametrize("rank", [0, -1])
 @pytest.mark.parametrize("has_links", [True, False], ids=["links", "no links"])
 @pytest.mark.parametrize(
-    "step", [7, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"]
+    "step", [7, pytest.param(3, marks=pytest.mark.slow)], ids=["some", "more"]
 )
 def test_any_call_of_a_writer(
     strategy,
