@@ -231,8 +231,10 @@ def filters_of(dataset: h5py.Dataset) -> tuple[Filter, ...] | None:
     filters = []
     for i in range(properties.get_nfilters()):
         code, _, parameters, _ = properties.get_filter(i)
+        if code == _SHUFFLE and len(parameters) != 1:  # as the second of two has
+            return None
         # HDF5 refuses it too, but after inflating
-        if code == _SHUFFLE and (len(parameters) != 1 or not parameters[0]):
+        if code == _SHUFFLE and not parameters[0]:
             raise ValueError(f"its shuffle filter has the parameters {parameters}")
         filters.append((code, tuple(parameters)))
     return tuple(filters) if can_decode(filters) else None
