@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from mpidist.checkpoint.format import (
+    DamagedError,
     ForeignError,
     Header,
     MissingError,
+    damage,
     is_begun,
     is_locked,
     locked,
@@ -152,6 +154,9 @@ def find(
       directory: where they are.
       name: the first part of their names.
       on_skip: called for each with a damaged header, which is skipped.
+
+    Raises:
+      CheckpointError: one cannot be read now.
     """
     pattern = re.compile(rf"{re.escape(name)}-(\d+){re.escape(SUFFIX)}")
     deadline: float | None = None
@@ -161,7 +166,7 @@ def find(
         for match in files:
             try:
                 checkpoints.append(_inspect(directory / match[0], int(match[1])))
-            except (CheckpointError, OSError) as error:
+            except DamagedError as error:
                 errors[match[0]] = error
         # If another job has removed some meanwhile, it has also saved new ones
         gone = {n for n, e in errors.items() if isinstance(e, MissingError)}
@@ -187,10 +192,8 @@ _MOST_INSPECTED = 10_000
 
 def _inspect(path: Path, number: int) -> Saved:
     """Return a checkpoint; its header is read again only if the file is another."""
-    try:
+    with damage(path):
         status = path.stat()
-    except FileNotFoundError as error:
-        raise MissingError(f"{path}: there is no such file") from error
     header = _header_at(path, status)
     return _saved(path, number, status, header or read_header(path))
 
@@ -245,6 +248,9 @@ def find_undamaged(
       name: the first part of their names.
       on_skip: called for each that is damaged.
       damaged: those that are known to be damaged.
+
+    Raises:
+      CheckpointError: one cannot be read now.
     """
     unreadable: set[Saved] = set()
     while True:
@@ -259,7 +265,7 @@ def find_undamaged(
             return [], serial
         try:
             read_tree(newest.path)
-        except CheckpointError as error:
+        except DamagedError as error:
             # If it was removed meanwhile, there are others now
             if newest.path.exists():
                 on_skip(error)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import io
 import json
@@ -327,6 +328,14 @@ def unwritable(path: FilePath) -> Iterator[None]:
         raise CheckpointError(f"{path}: cannot be written: {error}") from error
 
 
+# Of a file that may be whole: an older one must not be taken instead
+_PASSING = {
+    getattr(errno, name)
+    for name in "EIO ESTALE ETIMEDOUT EACCES EPERM EMFILE ENFILE ENOMEM EAGAIN EINTR "
+    "ENOTCONN EHOSTDOWN EHOSTUNREACH ECONNRESET EREMOTEIO ESHUTDOWN ENODEV".split()
+}
+
+
 @contextlib.contextmanager
 def damage(path: FilePath) -> Iterator[None]:
     """Raise any error of a read as a CheckpointError."""
@@ -334,12 +343,14 @@ def damage(path: FilePath) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except FileNotFoundError:
-        raise MissingError(f"{path}: there is no such file") from None
-    except PermissionError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
     except Exception as error:  # damaged files make HDF5 raise almost anything
-        reason = str(error) or type(error).__name__
+        reason, number = str(error) or type(error).__name__, getattr(error, "errno", 0)
+        # NFS tells of a file that was removed while it was read
+        is_gone = number == errno.ESTALE and not os.path.lexists(path)
+        if number == errno.ENOENT or is_gone:
+            raise MissingError(f"{path}: there is no such file") from None
+        if isinstance(error, MemoryError) or number in _PASSING:
+            raise CheckpointError(f"{path}: cannot be read now: {reason}") from error
         kind = ForeignError if isinstance(error, _ForeignError) else DamagedError
         raise kind(f"{path}: the checkpoint is damaged: {reason}") from error
 

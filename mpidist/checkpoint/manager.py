@@ -48,7 +48,7 @@ def latest_checkpoint(
 
     Raises:
       ArgumentError, ArgumentTypeError: not a path, or not a name of files.
-      CheckpointError: the directory cannot be read.
+      CheckpointError: the directory, or a checkpoint, cannot be read now.
 
     Example:
       >>> checkpoint = mpidist.Checkpoint(strategy=strategy, step=7)
@@ -322,8 +322,8 @@ class CheckpointManager:
         warning.
 
         Raises, on all ranks:
-          CheckpointError: the objects do not match the checkpoint, or a node does not
-            see it.
+          CheckpointError: the objects do not match the checkpoint, a node does not see
+            it, or it cannot be read now, though it may be whole.
           What `Checkpoint.restore` or `init_fn` raises.
         """
         call = f"{_CALL}.restore_or_initialize"

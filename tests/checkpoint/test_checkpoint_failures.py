@@ -1,6 +1,7 @@
 """Saving beside the work, and all that can go wrong: full disks, dead ranks."""
 
 import contextlib
+import errno
 import os
 import re
 import resource
@@ -350,3 +351,40 @@ def test_all_ranks_fail_and_there_is_no_checkpoint_or_none_does(
     save(manager, 2)
     manager.restore_or_initialize()
     require(manager, 2)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES, None])
+@pytest.mark.parametrize("call", ["stat", "open", "pread"])
+@pytest.mark.parametrize("which", ["ckpt-2.h5", "-00000-of-0000"])
+def test_what_cannot_be_read_now_is_not_damaged(
+    strategy, comm, mpi_tmp_path, monkeypatch, number, call, which
+):
+    checkpoint = mpidist.Checkpoint(
+        strategy=strategy, shard_bytes=1 << 20, x=np.zeros(1 << 18), y=np.ones(1 << 18)
+    )
+    mpidist.CheckpointManager(checkpoint, mpi_tmp_path, 3).save()
+    checkpoint.x[:] = 1
+    mpidist.CheckpointManager(checkpoint, mpi_tmp_path, 3).save()
+    manager = mpidist.CheckpointManager(checkpoint, mpi_tmp_path, 3)
+    checkpoint.x[:] = 2
+    real, failed = getattr(os, call), []
+
+    def fail(file, *arguments, **keywords):
+        path = os.readlink(f"/proc/self/fd/{file}") if call == "pread" else str(file)
+        if which in path and "ckpt-1" not in path:
+            failed.append(path)
+            raise MemoryError if number is None else OSError(number, "passing")
+        return real(file, *arguments, **keywords)
+
+    if comm.rank == 0:
+        monkeypatch.setattr(os, call, fail)
+    try:
+        path = manager.restore_or_initialize()
+    except mpidist.CheckpointError as error:
+        assert "cannot be read now" in str(error) and comm.allreduce(len(failed))
+        assert (checkpoint.x == 2).all()
+    else:
+        assert path.endswith("ckpt-2.h5") and not comm.allreduce(len(failed))
+    monkeypatch.undo()
+    assert manager.restore_or_initialize().endswith("ckpt-2.h5")
+    assert (checkpoint.x == 1).all()
