@@ -330,9 +330,10 @@ def unwritable(path: FilePath) -> Iterator[None]:
 
 # Of a file that may be whole: an older one must not be taken instead
 _PASSING = {
-    getattr(errno, name)
-    for name in "EIO ESTALE ETIMEDOUT EACCES EPERM EMFILE ENFILE ENOMEM EAGAIN EINTR "
-    "ENOTCONN EHOSTDOWN EHOSTUNREACH ECONNRESET EREMOTEIO ESHUTDOWN ENODEV".split()
+    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.EPERM),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR),
+    *(errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNRESET),
+    *(errno.EREMOTEIO, errno.ESHUTDOWN, errno.ENODEV),
 }
 
 
