@@ -192,8 +192,11 @@ _MOST_INSPECTED = 10_000
 
 def _inspect(path: Path, number: int) -> Saved:
     """Return a checkpoint; its header is read again only if the file is another."""
-    with damage(path):
+    try:
         status = path.stat()
+    except OSError:
+        with damage(path):
+            raise
     header = _header_at(path, status)
     return _saved(path, number, status, header or read_header(path))
 
