@@ -194,7 +194,7 @@ def _inspect(path: Path, number: int) -> Saved:
     """Return a checkpoint; its header is read again only if the file is another."""
     try:
         status = path.stat()
-    except OSError:
+    except Exception:
         with damage(path):
             raise
     header = _header_at(path, status)
