@@ -282,11 +282,36 @@ def network() -> Iterator[Callable[..., virtual_nodes.VirtualNodes]]:
 
 
 @pytest.fixture
-def strategy(comm: MPI.Intracomm) -> Iterator[mpidist.MirroredStrategy]:
-    """A strategy over all ranks for one test."""
+def new_strategy(comm: MPI.Intracomm) -> Iterator[mpidist.MirroredStrategy]:
+    """A strategy over all ranks for one test, which nothing has used before."""
     strategy = mpidist.MirroredStrategy(communicator=comm)
     yield strategy
     strategy.experimental_finalize()
+
+
+@pytest.fixture(scope="session")
+def kept_strategies() -> Iterator[list[mpidist.MirroredStrategy]]:
+    """The strategy that the next test takes."""
+    kept: list[mpidist.MirroredStrategy] = []
+    yield kept
+    for strategy in kept:
+        strategy.experimental_finalize()
+
+
+@pytest.fixture
+def strategy(
+    comm: MPI.Intracomm, kept_strategies: list[mpidist.MirroredStrategy]
+) -> Iterator[mpidist.MirroredStrategy]:
+    """A strategy over all ranks. The next test has the same, unless it is unusable."""
+    if not kept_strategies:
+        kept_strategies.append(mpidist.MirroredStrategy(communicator=WORLD))
+    (strategy,) = kept_strategies
+    yield strategy
+    consensus = strategy.extended.consensus
+    left = comm.allgather((consensus.is_usable, consensus.progress.digest))
+    if set(left) != {(True, 0)}:
+        kept_strategies.clear()
+        strategy.experimental_finalize()
 
 
 @pytest.fixture

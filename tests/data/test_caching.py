@@ -21,6 +21,13 @@ from mpidist.data.map_dataset import SourceMapDataset
 from mpidist.data.sharding import Permutation
 from mpidist.util.available_memory import free_bytes
 
+
+@pytest.fixture
+def strategy(new_strategy):
+    """One that nothing has been counted for."""
+    return new_strategy
+
+
 MESSAGE = "damaged on purpose"
 
 

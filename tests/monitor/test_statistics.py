@@ -12,6 +12,12 @@ from mpidist.util.counters import BACKWARD, NEXT, RUN, Counters, Durations
 from mpidist.util.durations import bucket_seconds, count_buckets
 
 
+@pytest.fixture
+def strategy(new_strategy):
+    """One that nothing has been counted for."""
+    return new_strategy
+
+
 def test_steps_of_run_are_counted_and_parts_make_the_whole(strategy):
     rows = mpidist.Dataset.range(24).batch(4)
     for batch in strategy.experimental_distribute_dataset(rows):

@@ -29,6 +29,12 @@ from mpidist.util import tracing
 
 
 @pytest.fixture
+def strategy(new_strategy):
+    """One that nothing has been counted for."""
+    return new_strategy
+
+
+@pytest.fixture
 def folder(comm, tmp_path):
     return comm.bcast(tmp_path / "timeline")
 
