@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import shutil
@@ -161,6 +162,12 @@ def pytest_collection_modifyitems(
         chosen = set(kept)
         config.hook.pytest_deselected(items=[i for i in items if i not in chosen])
         items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what lives as long as the tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
