@@ -328,12 +328,11 @@ def unwritable(path: FilePath) -> Iterator[None]:
         raise CheckpointError(f"{path}: cannot be written: {error}") from error
 
 
-# Of a file that may be whole: an older one must not be taken instead
-_PASSING = {
-    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.EPERM),
-    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR),
-    *(errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNRESET),
-    *(errno.EREMOTEIO, errno.ESHUTDOWN, errno.ENODEV),
+# Of what is no file, or of offsets in a damaged one; after other errors of the system
+# the file may be whole, and an older one must not be taken instead
+_DAMAGE = {
+    *(errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG),
+    *(errno.EINVAL, errno.EOVERFLOW, errno.EFBIG),
 }
 
 
@@ -345,12 +344,13 @@ def damage(path: FilePath) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:  # damaged files make HDF5 raise almost anything
-        reason, number = str(error) or type(error).__name__, getattr(error, "errno", 0)
+        reason = str(error) or type(error).__name__
+        number = getattr(error, "errno", None)
         # NFS tells of a file that was removed while it was read
         is_gone = number == errno.ESTALE and not os.path.lexists(path)
         if number == errno.ENOENT or is_gone:
             raise MissingError(f"{path}: there is no such file") from None
-        if isinstance(error, MemoryError) or number in _PASSING:
+        if isinstance(error, MemoryError) or (number and number not in _DAMAGE):
             raise CheckpointError(f"{path}: cannot be read now: {reason}") from error
         kind = ForeignError if isinstance(error, _ForeignError) else DamagedError
         raise kind(f"{path}: the checkpoint is damaged: {reason}") from error

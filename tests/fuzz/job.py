@@ -10,7 +10,6 @@ that is how those that fail are shrunk.
 """
 
 import argparse
-import contextlib
 import importlib
 import itertools
 import json
@@ -24,8 +23,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mpi4py import MPI
-
 
 class World:
     """What programs are played with.
@@ -37,18 +34,24 @@ class World:
     """
 
     def __init__(self) -> None:
+        from mpi4py import MPI  # a model may have to start the program again first
+
         self.comm = MPI.COMM_WORLD.Dup()
         self.rank, self.size = self.comm.rank, self.comm.size
         self.folder = Path()
         self._strategies: dict[int, Any] = {}
-        self._parts: dict[int, MPI.Intracomm] = {}
+        self._parts: dict[int, Any] = {}
 
-    def part(self, ranks: int) -> MPI.Intracomm:
-        """Return the first ranks; COMM_NULL on others. Collective."""
+    def part(self, ranks: int) -> Any:
+        """Return a communicator of the first ranks; None on others. Collective."""
         if ranks not in self._parts:
-            color = 0 if self.rank < ranks else MPI.UNDEFINED
-            self._parts[ranks] = self.comm.Split(color, self.rank)
+            part = self.comm.Split(int(self.rank >= ranks), self.rank)
+            self._parts[ranks] = part if self.rank < ranks else None
         return self._parts[ranks]
+
+    def forget(self) -> None:
+        """Use no strategy that was made before: ranks have left it differently."""
+        self._strategies.clear()
 
     def strategy(self, ranks: int | None = None) -> Any:
         """Return a strategy of the first ranks; None on others. Collective."""
@@ -58,7 +61,7 @@ class World:
         made = self._strategies.get(ranks)
         if made is None or not made.extended.consensus.is_usable:
             part = self.part(ranks)
-            if part != MPI.COMM_NULL:
+            if part is not None:
                 cpu = ["CPU:0"]
                 made = mpidist.MirroredStrategy(cpu, communicator=part)
                 self._strategies[ranks] = made
@@ -117,9 +120,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    model = importlib.import_module(options.model)
-    with contextlib.suppress(AttributeError):
-        model.prepare()
+    importlib.import_module(options.model)
     world, end = World(), time.monotonic() + options.seconds
     if options.program:
         programs = iter([("", json.loads(Path(options.program).read_text()))])
@@ -135,7 +136,7 @@ def main() -> None:
             print(f"rank {world.rank}: {traceback.format_exc()}", flush=True)
             # Others may wait in a call that this rank has left
             time.sleep(1.0)
-            MPI.COMM_WORLD.Abort(1)
+            world.comm.Abort(1)
         if not world.comm.bcast(time.monotonic() < end):
             break
 

@@ -11,7 +11,6 @@ import copy
 import os
 import random
 import struct
-import time
 import typing
 from pathlib import Path
 
@@ -404,7 +403,7 @@ class Play:
 
 
 def _damaged(data, kind, where, value):
-    return DAMAGES[kind](data, int(where * max(1, len(data) - 1)), value)
+    return DAMAGES[kind](data, int(where * (len(data) - 1)), value) if data else data
 
 
 def changed(want, found):
