@@ -98,10 +98,10 @@ def wait_for_file(path: Path, most_seconds: float) -> bool:
       path: of the file.
       most_seconds: how long to wait for it; see `lateness`.
     """
-    if path.exists():
+    if os.path.exists(path):  # an error of the file system may pass, too
         return True
     end = time.monotonic() + lateness(path.parent, most_seconds)
-    while not path.exists():
+    while not os.path.exists(path):
         if time.monotonic() >= end:
             return False
         time.sleep(_POLL_SECONDS)

@@ -83,6 +83,11 @@ static int look(const char *name, const char *path, int descriptor) {
     return action == RAISE ? PASS : action;
 }
 
+static int is_read_only(int file) {
+    if (!is_armed || is_inside) return 0;
+    return (syscall(SYS_fcntl, file, F_GETFL) & O_ACCMODE) == O_RDONLY;
+}
+
 #define NEXT(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 /* Defines a function that returns -1 (`failed`) and sets errno where it fails. */
 #define WRAP(type, failed, name, parameters, arguments, path, descriptor)        \
@@ -127,7 +132,8 @@ DATA(pwrite64, (int file, const void *data, size_t size, off64_t at),
      (file, data, size, at))
 BY_FILE(int, fsync, (int file), (file))
 BY_FILE(int, fdatasync, (int file), (file))
-BY_FILE(int, close, (int file), (file))
+/* What was only read can be closed, always. */
+WRAP(int, -1, close, (int file), (file), is_read_only(file) ? "" : NULL, file)
 BY_FILE(int, ftruncate64, (int file, off64_t size), (file, size))
 BY_FILE(int, fstat64, (int file, struct stat64 *status), (file, status))
 BY_PATH(stat64, (const char *path, struct stat64 *status), (path, status))
