@@ -19,10 +19,9 @@ from mpidist.checkpoint.format import (
     SparseFile,
     between,
     lay_out,
-    write_file,
 )
 from mpidist.checkpoint.reading import read_tree
-from mpidist.checkpoint.tree import decode, encode
+from mpidist.checkpoint.tree import encode
 
 SETTINGS = settings(
     max_examples=60, deadline=None, suppress_health_check=list(HealthCheck)
@@ -237,67 +236,6 @@ def test_a_lost_dataset_is_named(saved):
 
     _, _, restore = saved
     assert "'large': expected" in str(restore(forged(change)))
-
-
-PLAIN = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.complex_numbers(),
-    st.text(st.characters(), max_size=8),
-    st.binary(max_size=8),
-)
-KEYS = st.text(st.characters(), max_size=6)
-NESTS = st.recursive(
-    PLAIN,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4),
-        st.lists(inner, max_size=4).map(tuple),
-        st.dictionaries(KEYS, inner, max_size=4),
-        st.dictionaries(st.integers(), inner, max_size=4),
-    ),
-    max_leaves=12,
-)
-
-
-@SETTINGS
-@given(NESTS)
-def test_any_nest_comes_back(tmp_path, nest):
-    path = tmp_path / "nest.h5"
-    tree = encode({"nest": nest, "array": np.arange(20_000)}, ())
-    write_file(path, tree, {}, Header(1))
-    found = read_tree(path)
-    (array,) = [leaf for leaf in found.children.values() if hasattr(leaf, "pieces")][:1]
-    assert array.shape == (20_000,)
-    values = {id(array): None}
-    assert repr(decode(found, values)["nest"]) == repr(nest)
-
-
-@SETTINGS
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["?", "i1", "u2", "f4", "f8", "c16", "U3", "S2", "M8[s]"]),
-            st.lists(st.integers(0, 3), max_size=3),
-        ),
-        max_size=5,
-    ),
-    st.randoms(use_true_random=False),
-)
-def test_any_arrays_come_back(tmp_path, kinds, random):
-    held = []
-    for dtype, shape in kinds:
-        size = int(np.prod(shape, dtype=int)) * np.dtype(dtype).itemsize
-        data = bytes(random.choices([0, 1], k=size))
-        made = np.frombuffer(data, dtype) if size else np.empty(0, dtype)
-        held.append(made.reshape(shape))
-    path = tmp_path / "arrays.h5"
-    write_file(path, encode(held, ()), {}, Header(1))
-    found = decode(read_tree(path), {})
-    assert [x.dtype for x in found] == [x.dtype for x in held]
-    for x, y in zip(found, held, strict=True):
-        assert (x.shape, x.tobytes()) == (y.shape, y.tobytes())
 
 
 def test_a_file_in_memory_has_holes():
