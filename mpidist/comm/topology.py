@@ -156,6 +156,7 @@ class Topology:
             raise ContextError("MPI was finalized, and a strategy needs it")
         if communicator is None:
             communicator = MPI.COMM_WORLD
+        if communicator == MPI.COMM_WORLD:
             library = MPI.Get_library_version()
             check_launch(os.environ, communicator.Get_size(), library)
         if not isinstance(communicator, MPI.Intracomm):

@@ -43,7 +43,7 @@ if launchers.is_elastic(os.environ):
 
 # srun's variables for mpirun's daemons are not for the ranks: MPICH fails if it finds
 # both
-if launchers.HYDRA in os.environ:
+if launchers.HYDRA.is_here(os.environ):
     os.environ.pop("PMIX_NAMESPACE", None)
 
 
@@ -78,8 +78,7 @@ def _import_mpi() -> None:
     choose_early(os.environ, library)
     if not initialize or MPI.Is_initialized():
         return  # the program has initialised MPI, or will
-    launchers.check_pmix(os.environ, library)
-    launchers.check_mpirun(os.environ, library)
+    launchers.check_before(os.environ, library)
     if mpi4py.rc.threads:
         MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
     else:

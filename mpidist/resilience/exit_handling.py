@@ -32,6 +32,7 @@ from mpidist.errors import (
     MpidistError,
     RemoteError,
 )
+from mpidist.launch.launchers import find_local_size
 from mpidist.launch.mpi_defaults import (
     abort_while_importing,
     claim_report,
@@ -201,7 +202,7 @@ def _finalize_in_time() -> None:
 
     ending = threading.Thread(target=finalize, daemon=True)
     ending.start()
-    ranks = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1))
+    ranks = find_local_size(os.environ) or 1
     ending.join(_FINALIZE_SECONDS * max(1.0, ranks / len(available_cores())))
 
 

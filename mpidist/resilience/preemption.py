@@ -21,7 +21,8 @@ from mpidist.checkpoint.checkpoint import Checkpoint
 from mpidist.checkpoint.format import read_header
 from mpidist.checkpoint.manager import CheckpointManager, latest_checkpoint
 from mpidist.errors import ArgumentTypeError, ContextError
-from mpidist.launch.slurm import TimeLimit, time_limit
+from mpidist.launch.allocations import TimeLimit
+from mpidist.launch.launchers import end_signals, time_limit
 from mpidist.util import logs, validation
 from mpidist.util.durations import duration
 from mpidist.util.representation import one_line
@@ -30,7 +31,6 @@ T = TypeVar("T")
 # With this exit code a job asks to be requeued; the scripts in jobs/ know it
 RESTART_EXIT_CODE = 99
 _CALL = "PreemptionCheckpointHandler"
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _WATCH_SECONDS = 1.0
 # Safety margins for the durations of a save and a step, and what they count where one
 # is not known
@@ -206,7 +206,7 @@ class PreemptionCheckpointHandler:
         return path
 
     def _listen(self) -> None:
-        for number in _SIGNALS:
+        for number in end_signals(os.environ):
             self._former[number] = signal.signal(number, self._note_signal)
         if self._config.termination_watcher_fn is not None:
             watcher = threading.Thread(

@@ -9,12 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpidist
-from mpidist.launch.slurm import (
-    SlurmClusterResolver,
-    below_srun,
-    expand_hosts,
-    expand_tasks,
-)
+from mpidist.launch.allocations import expand_hosts, expand_tasks
+from mpidist.launch.slurm import SlurmClusterResolver, below_srun
 
 HOSTS = "t02n13,t02n41,t02n43"
 ONE_EACH = {"STEP_NUM_TASKS": "3", "STEP_TASKS_PER_NODE": "1(x3)"}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.launch.slurm import time_limit
+from mpidist.launch.launchers import time_limit
 from mpidist.resilience.preemption import RESTART_EXIT_CODE
 
 PROLOGUE = """

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from mpidist.launch.launchers import NO_MPI, is_silent
+from mpidist.launch.launchers import NO_MPI, OPEN_MPI, has_pmix, is_silent
 from mpidist.tools.doctor import checks
 from mpidist.tools.doctor.children import Child, run_named
 from mpidist.tools.doctor.paths import try_alone
@@ -120,7 +120,7 @@ class _Runner:
                 status = self._follow(children.enter_context(child))
             except EOFError as error:
                 self.fail(str(error))
-                is_job_ending = "PMIX_RANK" in os.environ  # Open MPI's mpirun ends it
+                is_job_ending = has_pmix(os.environ)  # Open MPI's mpirun ends it
         if self._stage == _STARTING and self._prints() and not is_job_ending:
             memory = {"memory": (checks.check_memory, 1)}
             self._rows += run_named(memory, self._seconds)
@@ -206,7 +206,7 @@ class _Runner:
         It does so when a process ends without finalizing MPI; Open MPI's also if that
         has not started MPI, but others have.
         """
-        if self._rank is not None or "OMPI_COMM_WORLD_SIZE" in os.environ:
+        if self._rank is not None or OPEN_MPI.is_here(os.environ):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_LINGERING * self._seconds)
 
