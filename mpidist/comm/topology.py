@@ -8,12 +8,13 @@ import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 from mpi4py import MPI
 
+from mpidist import _version
 from mpidist.comm.consensus.consensus import FINALIZED
-from mpidist.comm.consensus.failures import FailureDetector
+from mpidist.comm.consensus.failures import FailureDetector, can_survive
 from mpidist.comm.consensus.pending import (
     Pending,
     gather_likely_equal,
@@ -35,6 +36,12 @@ _DEVICE = re.compile(
     r"(?P<kind>CPU|GPU):(?P<index>\d{1,9})",
     re.I,
 )
+_THREAD_LEVELS = {
+    MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
+    MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
+    MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
+    MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE",
+}
 
 
 @functools.cache  # MPI no longer says it once it was finalized
@@ -76,16 +83,58 @@ def parse_devices(devices: Sequence[str]) -> list[tuple[str, int]]:
     return parsed
 
 
-def _pretended_ranks_per_node(
+class _Start(NamedTuple):
+    """What must be equal on all ranks, so that they communicate alike."""
+
+    version: str
+    threads: int
+    survives: bool
+    ranks_per_node: str | None
+
+
+def _compare_starts(
     environ: Mapping[str, str], comm: MPI.Intracomm
+) -> Sequence[_Start]:
+    """Return what ranks start with, the first exchange of a strategy. Collective.
+
+    Its form must never change: ranks with different versions can do nothing else.
+    """
+    ranks = RANKS_PER_NODE.text(environ)
+    own = _Start(_version.__version__, MPI.Query_thread(), can_survive(), ranks)
+    everyone = list(map(_Start._make, gather_likely_equal(comm, tuple(own))))
+    for what, remedy, texts in (
+        (
+            "the version of mpidist",
+            "start all ranks with one Python of one environment, on every node",
+            [start.version for start in everyone],
+        ),
+        (
+            "the level of threads in MPI",
+            "set MPI4PY_RC_THREAD_LEVEL and mpi4py.rc alike on all ranks",
+            [_THREAD_LEVELS.get(s.threads, str(s.threads)) for s in everyone],
+        ),
+        (
+            "whether MPI continues without dead ranks (OMPI_MCA_mpi_ft_enable)",
+            "set it alike on all ranks",
+            [str(start.survives) for start in everyone],
+        ),
+    ):
+        if len(set(texts)) > 1:
+            differ = group_by_rank(texts)
+            raise LaunchError(f"{what} differs between ranks: {differ}; {remedy}")
+    return everyone
+
+
+def _pretended_ranks_per_node(
+    environ: Mapping[str, str], asked_by_rank: Sequence[str | None]
 ) -> int | None:
     """Return the maximum number of ranks that count as one node; None for no limit.
 
-    For tests: treats one machine as several nodes. Collective.
+    For tests: treats one machine as several nodes.
     """
     asked = RANKS_PER_NODE.text(environ)
     number = RANKS_PER_NODE.read_or_default(environ)
-    everyone = gather_likely_equal(comm, asked)
+    everyone = asked_by_rank
     is_good = asked is None or number is not None
     if not is_good or set(everyone) != {asked}:
         texts = ["not set" if t is None else validation.shown(t) for t in everyone]
@@ -148,7 +197,8 @@ class Topology:
             freed.
           ContextError: this process was forked from a rank; MPI was finalized.
           LaunchError: MPI sees one process, but the launcher started several; on all
-            ranks: MPIDIST_RANKS_PER_NODE is not a positive number, or differs.
+            ranks: they have different versions of mpidist, or levels of threads in MPI;
+            MPIDIST_RANKS_PER_NODE is not a positive number, or differs.
         """
         if is_forked():
             raise ContextError(FORKED)
@@ -173,11 +223,17 @@ class Topology:
     @classmethod
     def _of_duplicate(cls, communicator: MPI.Intracomm) -> Topology:
         comm = communicator.Dup()
+        try:
+            starts = _compare_starts(os.environ, comm)
+        except LaunchError:  # on all ranks
+            comm.Free()
+            raise
         failures = FailureDetector(comm)
         node = _ranks_that_share_memory(comm)
         pretended = None
         if communicator != MPI.COMM_SELF:  # the default strategy's, made by the import
-            pretended = _pretended_ranks_per_node(os.environ, comm)
+            asked = [start.ranks_per_node for start in starts]
+            pretended = _pretended_ranks_per_node(os.environ, asked)
         if pretended:
             whole = node
             node = cast(MPI.Intracomm, whole.Split(whole.Get_rank() // pretended))

@@ -11,8 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from mpidist.errors import LaunchError
+from mpidist.util.notices import warn
 
 _DRIVER = "libcuda.so.1"
+_NO_DEVICE = 100  # cudaErrorNoDevice
+_warned: set[str] = set()  # errors
 
 
 class GpuIdentity(NamedTuple):
@@ -35,14 +38,20 @@ class GpuIdentity(NamedTuple):
 
 
 def gpu_count() -> int:
-    """Return how many GPUs CuPy can use in this process; 0 without CuPy or a driver."""
+    """Return how many GPUs CuPy can use in this process; 0 without CuPy or a driver.
+
+    An error of CUDA is a warning, the first time: the job computes on the CPU then.
+    """
     if "cupy" not in sys.modules and not _may_have_gpus():
         return 0
     import cupy
 
     try:
         return int(cupy.cuda.runtime.getDeviceCount())
-    except cupy.cuda.runtime.CUDARuntimeError:
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        if getattr(error, "status", None) != _NO_DEVICE and str(error) not in _warned:
+            _warned.add(str(error))
+            warn(f"no GPU is used, since CUDA fails: {error}", stacklevel=2)
         return 0
 
 

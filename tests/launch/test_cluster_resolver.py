@@ -227,5 +227,6 @@ def test_a_strategy_has_a_resolver_if_srun_started_its_ranks(slurm_step, monkeyp
     assert below_srun(1, 5).get_task_info() == ("worker", 1)
     assert below_srun(0, 5) is None
     assert below_srun(1, 4) is None
-    monkeypatch.setenv("MPI_LOCALNRANKS", "5")
+    for name, text in {"LOCALNRANKS": "5", "SIZE": "5", "RANK": "1"}.items():
+        monkeypatch.setenv(f"{'MPI' if 'N' in name else 'PMI'}_{name}", text)
     assert below_srun(1, 5) is None

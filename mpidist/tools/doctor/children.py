@@ -15,6 +15,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing import Pipe
@@ -24,6 +25,7 @@ from typing import Any, NoReturn
 from mpidist.launch.commands import python_child
 from mpidist.tools.doctor.rows import Failure, Row, as_rows, describe_error
 
+_CODE = "from mpidist.tools.doctor import children; children.serve()"
 # In a child: what the check has to undo at the end, and its socket
 cleanups = contextlib.ExitStack()
 _socket: Connection[Any, Any] | None = None
@@ -52,7 +54,7 @@ class Child:
         # Libraries that load MPI must not start it
         others = {} if is_rank else {"MPI4PY_RC_INITIALIZE": "false"}
         self._process = subprocess.Popen(
-            python_child("from mpidist.tools.doctor import children; children.serve()"),
+            python_child(_CODE, "doctor"),
             env={**os.environ, **others},
             stdin=theirs.fileno(),
             stdout=2,
@@ -192,6 +194,7 @@ def receive() -> Any:
 def serve() -> NoReturn:
     """Receive a call, run it, and send its result: the main program of a child."""
     global _socket
+    sys.argv[0] = "mpidist"  # for advice: how to start the doctor
     try:
         # Keep stdin for messages, and what libraries print out of them
         _socket = Connection(os.dup(0))

@@ -159,8 +159,7 @@ class _Runner:
                     os._exit(value)
             else:
                 if isinstance(value, Failure):
-                    no_mpi = f"{NO_MPI}; the loader must find libmpi (LD_LIBRARY_PATH)"
-                    self.fail(value, no_mpi if self._stage == _STARTING else "")
+                    self.fail(*_split(value) if self._stage == _STARTING else (value,))
                 return status
 
     def fail(self, found: str, remedy: str = "") -> None:
@@ -228,6 +227,14 @@ class _Runner:
             status = 1
         self._printed_status = status
         return status
+
+
+def _split(failure: str) -> tuple[str, str]:
+    """Return why MPI did not start, and the remedy, which a LaunchError has in it."""
+    found, _, remedy = failure.partition("; start the job with ")
+    if remedy:
+        return f"{found}.", f"start the job with {remedy}"
+    return failure, f"{NO_MPI}; the loader must find libmpi (LD_LIBRARY_PATH)"
 
 
 def _examine_ranks(*arguments: Any) -> None:
