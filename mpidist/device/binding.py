@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,8 @@ from mpidist.util.notices import warn
 
 _DRIVER = "libcuda.so.1"
 _NO_DEVICE = 100  # cudaErrorNoDevice
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_NONE_VISIBLE = ("", "-1", "NoDevFiles")
 _warned: set[str] = set()  # errors
 
 
@@ -49,9 +52,12 @@ def gpu_count() -> int:
     try:
         return int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        if getattr(error, "status", None) != _NO_DEVICE and str(error) not in _warned:
+        visible = os.environ.get(_VISIBLE, "")
+        is_expected = error.status == _NO_DEVICE and visible in _NONE_VISIBLE
+        if not is_expected and str(error) not in _warned:
             _warned.add(str(error))
-            warn(f"no GPU is used, since CUDA fails: {error}", stacklevel=2)
+            named = f" ({_VISIBLE}={visible})" if visible else ""
+            warn(f"no GPU is used, since CUDA fails: {error}{named}", stacklevel=2)
         return 0
 
 

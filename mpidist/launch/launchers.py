@@ -268,6 +268,16 @@ TORCH = Launcher(
     refuses=_fits,
     prefixes=(),
 )
+LIGHTNING = Launcher(
+    name="Lightning",
+    is_mpi=False,
+    marks=("LOCAL_RANK", "NODE_RANK", "MASTER_ADDR"),
+    processes=Processes("", "WORLD_SIZE", "LOCAL_RANK", ""),
+    job=None,
+    starter=None,
+    refuses=_fits,
+    prefixes=(),
+)
 OPEN_MPI = Launcher(
     name="Open MPI's mpirun",
     is_mpi=True,
@@ -484,8 +494,8 @@ MPI_OPERATOR = Launcher(  # or whoever sets such a variable
     prefixes=_HOST_FILES,
 )
 LAUNCHERS = (
-    *(TORCHRUN, HOROVODRUN, TORCH, OPEN_MPI, HYDRA, MVAPICH2, JSRUN, PALS, FLUX, SRUN),
-    *(PMI, TENSORFLOW, PBS, LSF, GRID_ENGINE, MPI_OPERATOR),
+    *(TORCHRUN, HOROVODRUN, TORCH, LIGHTNING, OPEN_MPI, HYDRA, MVAPICH2, JSRUN, PALS),
+    *(FLUX, SRUN, PMI, TENSORFLOW, PBS, LSF, GRID_ENGINE, MPI_OPERATOR),
 )
 
 # Prefixes of the variables by which MPI would take a worker for its parent

@@ -204,7 +204,7 @@ def _mpirun(
     job: Launcher | None,
     notes: list[str],
 ) -> list[str]:
-    hosts, slots = _find_slots(job, environ)
+    is_here, slots = _find_slots(job, environ)
     ranks = slots if request.ranks is None else request.ranks
     if not ranks:
         raise LaunchError(_NO_RANKS)
@@ -213,7 +213,7 @@ def _mpirun(
     if is_open_mpi and os.geteuid() == 0:
         command.append("--allow-run-as-root")
     # Of other nodes only the launcher knows how many cores they have
-    if hosts == 1 and not any(map(_HOSTS.fullmatch, request.options)):
+    if is_here and not any(map(_HOSTS.fullmatch, request.options)):
         cores = max(_count_cores(is_whole=is_open_mpi), slots)
         if ranks > cores and not request.is_crowd:
             raise LaunchError(
@@ -232,16 +232,17 @@ def _mpirun(
 
 def _find_slots(
     launcher: Launcher | None, environ: Mapping[str, str]
-) -> tuple[int, int]:
-    """Return the number of hosts for a job, and how many ranks they have room for.
+) -> tuple[bool, int]:
+    """Return whether all ranks would run on this node, and how many have room.
 
-    0 hosts, or no room, means that it is not known.
+    0 if the batch system, if there is one, does not say how many.
     """
     if launcher is None or launcher.job is None:
-        return 1, 0
+        return True, 0
     hosts = launcher.job.hosts(environ)
-    slots = decimal(environ.get(launcher.job.slots, ""))
-    return len(hosts), slots or sum(hosts.values())
+    slots = decimal(environ.get(launcher.job.slots, "")) or sum(hosts.values())
+    names = {name.partition(".")[0] for name in hosts}
+    return names == {os.uname().nodename.partition(".")[0]}, slots
 
 
 def _find_mpirun(library: Library) -> Path:
