@@ -18,7 +18,7 @@ _DRIVER = "libcuda.so.1"
 _NO_DEVICE = 100  # cudaErrorNoDevice
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NONE_VISIBLE = ("", "-1", "NoDevFiles")
-_warned: set[str] = set()  # errors
+cuda_errors: list[str] = []  # why no GPU is used
 
 
 class GpuIdentity(NamedTuple):
@@ -54,8 +54,8 @@ def gpu_count() -> int:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         visible = os.environ.get(_VISIBLE, "")
         is_expected = error.status == _NO_DEVICE and visible in _NONE_VISIBLE
-        if not is_expected and str(error) not in _warned:
-            _warned.add(str(error))
+        if not is_expected and str(error) not in cuda_errors:
+            cuda_errors.append(str(error))
             named = f" ({_VISIBLE}={visible})" if visible else ""
             warn(f"no GPU is used, since CUDA fails: {error}{named}", stacklevel=2)
         return 0

@@ -218,7 +218,7 @@ def _is_plain_mpich(library: str) -> bool:
 
 def _task_of_tensorflow(text: str) -> tuple[int | None, int | None]:
     """Return rank and number of the workers in TF_CONFIG; evaluators stand alone."""
-    with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
+    with contextlib.suppress(*_NOT_ONE):
         config = json.loads(text)
         cluster, task = config["cluster"], config.get("task", {})
         workers = [(j, i) for j in _WORKERS for i in range(len(cluster.get(j, ())))]
@@ -230,6 +230,7 @@ def _task_of_tensorflow(text: str) -> tuple[int | None, int | None]:
 
 
 _WORKERS = "chief", "master", "worker"
+_NOT_ONE = ValueError, TypeError, AttributeError, LookupError, RecursionError
 _OFFERED = "SLURM_MPI_TYPE"  # the --mpi of srun
 STEP_OF_SLURM = Processes("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
 _END = signal.SIGTERM, signal.SIGUSR1

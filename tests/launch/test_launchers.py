@@ -142,9 +142,10 @@ def test_separate_processes_are_refused_by_name(name, library):
         check_launch(environ, 1, library)
     text, protocol = str(caught.value), "pmix" if library == OPEN_MPI else "pmi2"
     assert f"{name} started 4 processes (" in text
+    of_flux = "pmix" if library == OPEN_MPI else "simple"
     command = {
         "srun": f"'srun --mpi={protocol} python ",
-        "flux run": f"'flux run -o pmi={protocol.replace('pmi2', 'simple')} -n 4 python ",
+        "flux run": f"'flux run -o pmi={of_flux} -n 4 python ",
     }
     assert command.get(name, "mpirun -n 4 python ") in text
     check_launch(environ, 4, library)

@@ -146,6 +146,9 @@ def check_gpus() -> list[Row]:
         remedy = "install the same CuPy and driver on all nodes"
         return [Row(OK, found), Row(OK, cuda, remedy, "CUDA", unlike=WARN)]
     why = "CuPy sees none" if is_installed else "CuPy is not installed"
+    if binding.cuda_errors:
+        remedy = "see what nvidia-smi says; the driver must be as new as CuPy's CUDA"
+        return [Row(WARN, f"{why}: {', '.join(binding.cuda_errors)}", remedy)]
     if any(Path(path).exists() for path in _GPU_DEVICES):
         remedy += ", and check that CUDA_VISIBLE_DEVICES is not empty"
         return [Row(WARN, f"there is an NVIDIA driver, but {why}", remedy)]
