@@ -127,6 +127,7 @@ def _note_hard_exit(leave: Callable[[int], NoReturn], pid: int) -> Any:
             status = 1
         leave(status)
 
+    _exit.__module__ = "os"  # by which it is pickled
     return _exit
 
 
