@@ -8,7 +8,7 @@ import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import NoReturn, cast
 
 from mpi4py import MPI
 
@@ -83,66 +83,47 @@ def parse_devices(devices: Sequence[str]) -> list[tuple[str, int]]:
     return parsed
 
 
-class _Start(NamedTuple):
-    """What must be equal on all ranks, so that they communicate alike."""
-
-    version: str
-    threads: int
-    survives: bool
-    ranks_per_node: str | None
-
-
-def _compare_starts(
-    environ: Mapping[str, str], comm: MPI.Intracomm
-) -> Sequence[_Start]:
-    """Return what ranks start with, the first exchange of a strategy. Collective.
-
-    Its form must never change: ranks with different versions can do nothing else.
-    """
-    ranks = RANKS_PER_NODE.text(environ)
-    own = _Start(_version.__version__, MPI.Query_thread(), can_survive(), ranks)
-    everyone = list(map(_Start._make, gather_likely_equal(comm, tuple(own))))
-    for what, remedy, texts in (
-        (
-            "the version of mpidist",
-            "start all ranks with one Python of one environment, on every node",
-            [start.version for start in everyone],
-        ),
-        (
-            "the level of threads in MPI",
-            "set MPI4PY_RC_THREAD_LEVEL and mpi4py.rc alike on all ranks",
-            [_THREAD_LEVELS.get(s.threads, str(s.threads)) for s in everyone],
-        ),
-        (
-            "whether MPI continues without dead ranks (OMPI_MCA_mpi_ft_enable)",
-            "set it alike on all ranks",
-            [str(start.survives) for start in everyone],
-        ),
-    ):
-        if len(set(texts)) > 1:
-            differ = group_by_rank(texts)
-            raise LaunchError(f"{what} differs between ranks: {differ}; {remedy}")
-    return everyone
-
-
-def _pretended_ranks_per_node(
-    environ: Mapping[str, str], asked_by_rank: Sequence[str | None]
-) -> int | None:
+def _compare_starts(environ: Mapping[str, str], comm: MPI.Intracomm) -> int | None:
     """Return the maximum number of ranks that count as one node; None for no limit.
 
-    For tests: treats one machine as several nodes.
+    That is for tests: it treats one machine as several nodes. This is the first
+    exchange of a strategy, whose form must not change: ranks with different versions
+    can do nothing else together. Collective.
     """
     asked = RANKS_PER_NODE.text(environ)
     number = RANKS_PER_NODE.read_or_default(environ)
-    everyone = asked_by_rank
+    own = _version.__version__, MPI.Query_thread(), can_survive(), asked
+    everyone = gather_likely_equal(comm, own)
     is_good = asked is None or number is not None
-    if not is_good or set(everyone) != {asked}:
-        texts = ["not set" if t is None else validation.shown(t) for t in everyone]
-        raise LaunchError(
-            f"{RANKS_PER_NODE.name} must be a positive number, the same on all ranks; "
-            f"it is {group_by_rank(texts)}"
-        )
+    if not is_good or everyone.count(own) < len(everyone):
+        _refuse_unlike(everyone)
     return number
+
+
+def _refuse_unlike(everyone: Sequence[tuple[str, int, bool, str | None]]) -> NoReturn:
+    """Raise an error on what ranks start with, if that differs or cannot be used."""
+    versions, threads, survives, asked = zip(*everyone, strict=True)
+    if len(set(versions)) > 1:
+        raise LaunchError(
+            f"the version of mpidist differs between ranks: {group_by_rank(versions)}; "
+            "start all ranks with one Python of one environment, on every node"
+        )
+    if len(set(threads)) > 1:
+        levels = group_by_rank([_THREAD_LEVELS.get(n, str(n)) for n in threads])
+        raise LaunchError(
+            f"the level of threads in MPI differs between ranks: {levels}; set "
+            "MPI4PY_RC_THREAD_LEVEL and mpi4py.rc alike on all ranks"
+        )
+    if len(set(survives)) > 1:
+        raise LaunchError(
+            "whether MPI continues without dead ranks (OMPI_MCA_mpi_ft_enable) differs "
+            f"between ranks: {group_by_rank(list(map(str, survives)))}"
+        )
+    texts = ["not set" if t is None else validation.shown(t) for t in asked]
+    raise LaunchError(
+        f"{RANKS_PER_NODE.name} must be a positive number, the same on all ranks; it "
+        f"is {group_by_rank(texts)}"
+    )
 
 
 def _ranks_that_share_memory(comm: MPI.Intracomm) -> MPI.Intracomm:
@@ -206,9 +187,8 @@ class Topology:
             raise ContextError("MPI was finalized, and a strategy needs it")
         if communicator is None:
             communicator = MPI.COMM_WORLD
-        if communicator == MPI.COMM_WORLD:
-            library = MPI.Get_library_version()
-            check_launch(os.environ, communicator.Get_size(), library)
+        if communicator == MPI.COMM_WORLD and communicator.Get_size() == 1:
+            check_launch(os.environ, 1, MPI.Get_library_version())
         if not isinstance(communicator, MPI.Intracomm):
             raise ArgumentTypeError(
                 "communicator must be an mpi4py.MPI.Intracomm, not "
@@ -223,17 +203,15 @@ class Topology:
     @classmethod
     def _of_duplicate(cls, communicator: MPI.Intracomm) -> Topology:
         comm = communicator.Dup()
-        try:
-            starts = _compare_starts(os.environ, comm)
-        except LaunchError:  # on all ranks
-            comm.Free()
-            raise
-        failures = FailureDetector(comm)
-        node = _ranks_that_share_memory(comm)
         pretended = None
         if communicator != MPI.COMM_SELF:  # the default strategy's, made by the import
-            asked = [start.ranks_per_node for start in starts]
-            pretended = _pretended_ranks_per_node(os.environ, asked)
+            try:
+                pretended = _compare_starts(os.environ, comm)
+            except LaunchError:  # on all ranks
+                comm.Free()
+                raise
+        failures = FailureDetector(comm)
+        node = _ranks_that_share_memory(comm)
         if pretended:
             whole = node
             node = cast(MPI.Intracomm, whole.Split(whole.Get_rank() // pretended))

@@ -233,55 +233,59 @@ _WORKERS = "chief", "master", "worker"
 _NOT_ONE = ValueError, TypeError, AttributeError, LookupError, RecursionError
 _OFFERED = "SLURM_MPI_TYPE"  # the --mpi of srun
 STEP_OF_SLURM = Processes("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
+_OF_TORCH = Processes("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _END = signal.SIGTERM, signal.SIGUSR1
 
-# Launchers that another one may have started stand before that
-TORCHRUN = Launcher(
-    name="torchrun",
-    is_mpi=False,
+
+def _without_mpi(
+    name: str, *, marks: tuple[str, ...], processes: Processes
+) -> Launcher:
+    """Return a launcher whose processes are no MPI job."""
+    return Launcher(name, False, marks, processes, None, None, _fits, ())
+
+
+def _mpirun(
+    name: str,
+    *,
+    marks: tuple[str, ...],
+    processes: Processes,
+    refuses: Callable[[Environ, str], tuple[str, bool]],
+    prefixes: tuple[str, ...],
+) -> Launcher:
+    """Return a launcher of MPI jobs that is no batch system."""
+    return Launcher(name, True, marks, processes, None, None, refuses, prefixes)
+
+
+def _batch_system(name: str, *, job: Job, prefixes: tuple[str, ...]) -> Launcher:
+    """Return a batch system that starts no ranks itself."""
+    return Launcher(name, False, (), None, job, None, _fits, prefixes)
+
+
+TORCHRUN = _without_mpi(
+    "torchrun",
     marks=("TORCHELASTIC_RUN_ID",),
-    processes=Processes("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    job=None,
-    starter=None,
-    refuses=_fits,
-    prefixes=(),
+    processes=_OF_TORCH,
 )
-HOROVODRUN = Launcher(
-    name="horovodrun",
-    is_mpi=False,
+HOROVODRUN = _without_mpi(
+    "horovodrun",
     marks=(),
     processes=Processes(
         "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"
     ),
-    job=None,
-    starter=None,
-    refuses=_fits,
-    prefixes=(),
 )
 # Its variables are those of `init_method="env://"`: DeepSpeed's, Kubeflow's PyTorchJob
-TORCH = Launcher(
-    name="a launcher of torch.distributed",
-    is_mpi=False,
+TORCH = _without_mpi(
+    "a launcher of torch.distributed",
     marks=("RANK", "MASTER_ADDR"),
-    processes=TORCHRUN.processes,
-    job=None,
-    starter=None,
-    refuses=_fits,
-    prefixes=(),
+    processes=_OF_TORCH,
 )
-LIGHTNING = Launcher(
-    name="Lightning",
-    is_mpi=False,
+LIGHTNING = _without_mpi(
+    "Lightning",
     marks=("LOCAL_RANK", "NODE_RANK", "MASTER_ADDR"),
     processes=Processes("", "WORLD_SIZE", "LOCAL_RANK", ""),
-    job=None,
-    starter=None,
-    refuses=_fits,
-    prefixes=(),
 )
-OPEN_MPI = Launcher(
-    name="Open MPI's mpirun",
-    is_mpi=True,
+OPEN_MPI = _mpirun(
+    "Open MPI's mpirun",
     marks=(),
     processes=Processes(
         rank="OMPI_COMM_WORLD_RANK",
@@ -289,8 +293,6 @@ OPEN_MPI = Launcher(
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    job=None,
-    starter=None,
     refuses=_refuse_mpich,
     prefixes=(
         *("OMPI_COMM_", "OMPI_FILE_", "OMPI_FIRST_", "OMPI_UNIVERSE", "PRTE_"),
@@ -299,19 +301,15 @@ OPEN_MPI = Launcher(
 )
 # MPI_LOCALNRANKS is set by mpirun of MPICH and its relatives only: srun has the same
 # protocol, and says less
-HYDRA = Launcher(
-    name="an MPICH-like mpirun",
-    is_mpi=True,
+HYDRA = _mpirun(
+    "an MPICH-like mpirun",
     marks=("MPI_LOCALNRANKS",),
     processes=Processes("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    job=None,
-    starter=None,
     refuses=_refuse_open_mpi,
     prefixes=("PMI", "MPI_LOCAL", "HYDI_", "HYDRA_"),
 )
-MVAPICH2 = Launcher(
-    name="MVAPICH's mpirun",
-    is_mpi=True,
+MVAPICH2 = _mpirun(
+    "MVAPICH's mpirun",
     marks=(),
     processes=Processes(
         rank="MV2_COMM_WORLD_RANK",
@@ -319,32 +317,24 @@ MVAPICH2 = Launcher(
         local_rank="MV2_COMM_WORLD_LOCAL_RANK",
         local_size="MV2_COMM_WORLD_LOCAL_SIZE",
     ),
-    job=None,
-    starter=None,
     refuses=_fits,
     prefixes=("MV2_COMM_",),
 )
-JSRUN = Launcher(
-    name="jsrun",
-    is_mpi=True,
+JSRUN = _mpirun(
+    "jsrun",
     marks=(),
     processes=Processes(
         "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", ""
     ),
-    job=None,
-    starter=None,
     refuses=_fits,
     prefixes=("JSM_",),
 )
-PALS = Launcher(
-    name="mpiexec of PALS",
-    is_mpi=True,
+PALS = _mpirun(
+    "mpiexec of PALS",
     marks=("PALS_RANKID",),
     processes=Processes(
         "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"
     ),
-    job=None,
-    starter=None,
     refuses=_fits,
     prefixes=("PALS_", "ALPS_"),
 )
@@ -398,31 +388,21 @@ SRUN = _Srun(
     refuses=_refuse_pmix,
     prefixes=("SLURM_",),
 )
-PMI = Launcher(
-    name="an MPICH-like mpirun",
-    is_mpi=True,
+PMI = _mpirun(
+    "an MPICH-like mpirun",
     marks=(),
     processes=Processes("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ""),
-    job=None,
-    starter=None,
     refuses=_fits,
     prefixes=("PMI",),
 )
-TENSORFLOW = Launcher(
-    name="a launcher of TensorFlow",
-    is_mpi=False,
+TENSORFLOW = _without_mpi(
+    "a launcher of TensorFlow",
     marks=(),
     processes=Processes("TF_CONFIG", "TF_CONFIG", "", "", _task_of_tensorflow),
-    job=None,
-    starter=None,
-    refuses=_fits,
-    prefixes=(),
 )
-PBS = Launcher(
-    name="PBS",
-    is_mpi=False,
-    marks=(),
-    processes=None,
+PBS = _batch_system(
+    "PBS",
+    prefixes=("PBS_",),
     job=Job(
         label="PBS job",
         number="PBS_JOBID",
@@ -432,15 +412,10 @@ PBS = Launcher(
         end=allocations.no_end,
         signals=_END,
     ),
-    starter=None,
-    refuses=_fits,
-    prefixes=("PBS_",),
 )
-LSF = Launcher(
-    name="LSF",
-    is_mpi=False,
-    marks=(),
-    processes=None,
+LSF = _batch_system(
+    "LSF",
+    prefixes=("LSB_",),
     job=Job(
         label="LSF job",
         number="LSB_JOBID",
@@ -450,15 +425,10 @@ LSF = Launcher(
         end=allocations.no_end,
         signals=(*_END, signal.SIGUSR2),  # at the run limit
     ),
-    starter=None,
-    refuses=_fits,
-    prefixes=("LSB_",),
 )
-GRID_ENGINE = Launcher(
-    name="Grid Engine",
-    is_mpi=False,
-    marks=(),
-    processes=None,
+GRID_ENGINE = _batch_system(
+    "Grid Engine",
+    prefixes=("PE_HOSTFILE", "SGE_"),
     job=Job(
         label="Grid Engine job",
         number="JOB_ID",
@@ -468,19 +438,14 @@ GRID_ENGINE = Launcher(
         end=allocations.no_end,
         signals=(*_END, signal.SIGUSR2),  # of qsub -notify
     ),
-    starter=None,
-    refuses=_fits,
-    prefixes=("PE_HOSTFILE", "SGE_"),
 )
 _HOST_FILES = (
     *("OMPI_MCA_orte_default_hostfile", "PRTE_MCA_prte_default_hostfile"),
     *("HYDRA_HOST_FILE", "I_MPI_HYDRA_HOST_FILE"),
 )
-MPI_OPERATOR = Launcher(  # or whoever sets such a variable
-    name="the MPI operator of Kubernetes",
-    is_mpi=False,
-    marks=(),
-    processes=None,
+MPI_OPERATOR = _batch_system(  # or whoever sets such a variable
+    "the MPI operator of Kubernetes",
+    prefixes=_HOST_FILES,
     job=Job(
         label="MPIJob",
         number="",
@@ -490,10 +455,8 @@ MPI_OPERATOR = Launcher(  # or whoever sets such a variable
         end=allocations.no_end,
         signals=_END,
     ),
-    starter=None,
-    refuses=_fits,
-    prefixes=_HOST_FILES,
 )
+# Launchers that another one may have started stand before that
 LAUNCHERS = (
     *(TORCHRUN, HOROVODRUN, TORCH, LIGHTNING, OPEN_MPI, HYDRA, MVAPICH2, JSRUN, PALS),
     *(FLUX, SRUN, PMI, TENSORFLOW, PBS, LSF, GRID_ENGINE, MPI_OPERATOR),
