@@ -187,8 +187,6 @@ class Topology:
             raise ContextError("MPI was finalized, and a strategy needs it")
         if communicator is None:
             communicator = MPI.COMM_WORLD
-        if communicator == MPI.COMM_WORLD and communicator.Get_size() == 1:
-            check_launch(os.environ, 1, MPI.Get_library_version())
         if not isinstance(communicator, MPI.Intracomm):
             raise ArgumentTypeError(
                 "communicator must be an mpi4py.MPI.Intracomm, not "
@@ -196,6 +194,8 @@ class Topology:
             )
         if communicator == MPI.COMM_NULL:
             raise ArgumentError("communicator must not be MPI.COMM_NULL, or freed")
+        if communicator == MPI.COMM_WORLD and communicator.Get_size() == 1:
+            check_launch(os.environ, 1, MPI.Get_library_version())
         members = communicator.group.Translate_ranks(None, MPI.COMM_WORLD.group)
         with Pending("making a strategy", communicator, members):
             return cls._of_duplicate(communicator)
