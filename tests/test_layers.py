@@ -222,6 +222,35 @@ def test_modules_and_functions_are_short():
                 assert length <= 60, f"{name}.{node.name}: {length} lines"
 
 
+def test_no_assertion_decides_anything():
+    """`python -O` removes them: they only state what cannot be otherwise."""
+    harmless = {"isinstance", "len", "_get_ident"}
+    for name, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assert):
+                calls = {
+                    ast.unparse(call.func)
+                    for call in ast.walk(node.test)
+                    if isinstance(call, ast.Call)
+                }
+                assert calls <= harmless, f"{name}: {ast.unparse(node)}"
+
+
+def test_nothing_draws_from_a_global_generator():
+    """Programs that seed alike on all ranks would differ after it."""
+    made = {"Random", "SystemRandom", "Generator", "RandomState", "SeedSequence"}
+    made |= {"default_rng", "BitGenerator", "PCG64", "Philox"}
+    for name, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                owner = ast.unparse(node.value)
+                is_python = owner == "random" and "random" in imports(tree)
+                if is_python or owner in ("np.random", "numpy.random"):
+                    assert node.attr in made, f"{name}: {ast.unparse(node)}"
+            if isinstance(node, ast.ImportFrom) and node.module == "random":
+                assert {alias.name for alias in node.names} <= made, name
+
+
 def test_messages_show_values_and_not_their_own_source():
     """A text with `{name}` in it lacks an f; ruff's RUF027 finds few of these."""
     code = re.compile(r"\{[a-z_]\w*[^{}\s:\"]*[\w)\]]*(![rs])?\}|\{\w+\(")

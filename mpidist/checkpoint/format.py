@@ -688,7 +688,8 @@ def lay_out(
             placed += _create(file, path, node, shards)
         file.flush()
         size = file.id.get_filesize()
-    assert image.seek(0, io.SEEK_END) <= size
+    end = image.seek(0, io.SEEK_END)
+    assert end <= size
     data = []
     # In the order of the file, so that the disk is written in one direction.
     for offset, array in sorted(placed, key=lambda pair: pair[0]):

@@ -8,12 +8,13 @@ import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import NoReturn, cast
 
 from mpi4py import MPI
 
+from mpidist import _version
 from mpidist.comm.consensus.consensus import FINALIZED
-from mpidist.comm.consensus.failures import FailureDetector
+from mpidist.comm.consensus.failures import FailureDetector, can_survive
 from mpidist.comm.consensus.pending import (
     Pending,
     gather_likely_equal,
@@ -35,6 +36,12 @@ _DEVICE = re.compile(
     r"(?P<kind>CPU|GPU):(?P<index>\d{1,9})",
     re.I,
 )
+_THREAD_LEVELS = {
+    MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
+    MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
+    MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
+    MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE",
+}
 
 
 @functools.cache  # MPI no longer says it once it was finalized
@@ -76,24 +83,47 @@ def parse_devices(devices: Sequence[str]) -> list[tuple[str, int]]:
     return parsed
 
 
-def _pretended_ranks_per_node(
-    environ: Mapping[str, str], comm: MPI.Intracomm
-) -> int | None:
+def _compare_starts(environ: Mapping[str, str], comm: MPI.Intracomm) -> int | None:
     """Return the maximum number of ranks that count as one node; None for no limit.
 
-    For tests: treats one machine as several nodes. Collective.
+    That is for tests: it treats one machine as several nodes. This is the first
+    exchange of a strategy, whose form must not change: ranks with different versions
+    can do nothing else together. Collective.
     """
     asked = RANKS_PER_NODE.text(environ)
     number = RANKS_PER_NODE.read_or_default(environ)
-    everyone = gather_likely_equal(comm, asked)
+    own = _version.__version__, MPI.Query_thread(), can_survive(), asked
+    everyone = gather_likely_equal(comm, own)
     is_good = asked is None or number is not None
-    if not is_good or set(everyone) != {asked}:
-        texts = ["not set" if t is None else validation.shown(t) for t in everyone]
-        raise LaunchError(
-            f"{RANKS_PER_NODE.name} must be a positive number, the same on all ranks; "
-            f"it is {group_by_rank(texts)}"
-        )
+    if not is_good or everyone.count(own) < len(everyone):
+        _refuse_unlike(everyone)
     return number
+
+
+def _refuse_unlike(everyone: Sequence[tuple[str, int, bool, str | None]]) -> NoReturn:
+    """Raise an error on what ranks start with, if that differs or cannot be used."""
+    versions, threads, survives, asked = zip(*everyone, strict=True)
+    if len(set(versions)) > 1:
+        raise LaunchError(
+            f"the version of mpidist differs between ranks: {group_by_rank(versions)}; "
+            "start all ranks with one Python of one environment, on every node"
+        )
+    if len(set(threads)) > 1:
+        levels = group_by_rank([_THREAD_LEVELS.get(n, str(n)) for n in threads])
+        raise LaunchError(
+            f"the level of threads in MPI differs between ranks: {levels}; set "
+            "MPI4PY_RC_THREAD_LEVEL and mpi4py.rc alike on all ranks"
+        )
+    if len(set(survives)) > 1:
+        raise LaunchError(
+            "whether MPI continues without dead ranks (OMPI_MCA_mpi_ft_enable) differs "
+            f"between ranks: {group_by_rank(list(map(str, survives)))}"
+        )
+    texts = ["not set" if t is None else validation.shown(t) for t in asked]
+    raise LaunchError(
+        f"{RANKS_PER_NODE.name} must be a positive number, the same on all ranks; it "
+        f"is {group_by_rank(texts)}"
+    )
 
 
 def _ranks_that_share_memory(comm: MPI.Intracomm) -> MPI.Intracomm:
@@ -148,7 +178,8 @@ class Topology:
             freed.
           ContextError: this process was forked from a rank; MPI was finalized.
           LaunchError: MPI sees one process, but the launcher started several; on all
-            ranks: MPIDIST_RANKS_PER_NODE is not a positive number, or differs.
+            ranks: they have different versions of mpidist, or levels of threads in MPI;
+            MPIDIST_RANKS_PER_NODE is not a positive number, or differs.
         """
         if is_forked():
             raise ContextError(FORKED)
@@ -156,8 +187,6 @@ class Topology:
             raise ContextError("MPI was finalized, and a strategy needs it")
         if communicator is None:
             communicator = MPI.COMM_WORLD
-            library = MPI.Get_library_version()
-            check_launch(os.environ, communicator.Get_size(), library)
         if not isinstance(communicator, MPI.Intracomm):
             raise ArgumentTypeError(
                 "communicator must be an mpi4py.MPI.Intracomm, not "
@@ -165,6 +194,8 @@ class Topology:
             )
         if communicator == MPI.COMM_NULL:
             raise ArgumentError("communicator must not be MPI.COMM_NULL, or freed")
+        if communicator == MPI.COMM_WORLD and communicator.Get_size() == 1:
+            check_launch(os.environ, 1, MPI.Get_library_version())
         members = communicator.group.Translate_ranks(None, MPI.COMM_WORLD.group)
         with Pending("making a strategy", communicator, members):
             return cls._of_duplicate(communicator)
@@ -172,11 +203,15 @@ class Topology:
     @classmethod
     def _of_duplicate(cls, communicator: MPI.Intracomm) -> Topology:
         comm = communicator.Dup()
-        failures = FailureDetector(comm)
-        node = _ranks_that_share_memory(comm)
         pretended = None
         if communicator != MPI.COMM_SELF:  # the default strategy's, made by the import
-            pretended = _pretended_ranks_per_node(os.environ, comm)
+            try:
+                pretended = _compare_starts(os.environ, comm)
+            except LaunchError:  # on all ranks
+                comm.Free()
+                raise
+        failures = FailureDetector(comm)
+        node = _ranks_that_share_memory(comm)
         if pretended:
             whole = node
             node = cast(MPI.Intracomm, whole.Split(whole.Get_rank() // pretended))

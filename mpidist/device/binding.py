@@ -5,14 +5,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from mpidist.errors import LaunchError
+from mpidist.util.notices import warn
 
 _DRIVER = "libcuda.so.1"
+_NO_DEVICE = 100  # cudaErrorNoDevice
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_NONE_VISIBLE = ("", "-1", "NoDevFiles")
+cuda_errors: list[str] = []  # why no GPU is used
 
 
 class GpuIdentity(NamedTuple):
@@ -35,14 +41,23 @@ class GpuIdentity(NamedTuple):
 
 
 def gpu_count() -> int:
-    """Return how many GPUs CuPy can use in this process; 0 without CuPy or a driver."""
+    """Return how many GPUs CuPy can use in this process; 0 without CuPy or a driver.
+
+    An error of CUDA is a warning, the first time: the job computes on the CPU then.
+    """
     if "cupy" not in sys.modules and not _may_have_gpus():
         return 0
     import cupy
 
     try:
         return int(cupy.cuda.runtime.getDeviceCount())
-    except cupy.cuda.runtime.CUDARuntimeError:
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        visible = os.environ.get(_VISIBLE, "")
+        is_expected = error.status == _NO_DEVICE and visible in _NONE_VISIBLE
+        if not is_expected and str(error) not in cuda_errors:
+            cuda_errors.append(str(error))
+            named = f" ({_VISIBLE}={visible})" if visible else ""
+            warn(f"no GPU is used, since CUDA fails: {error}{named}", stacklevel=2)
         return 0
 
 

@@ -19,6 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mpidist.launch.commands import python_child
+from mpidist.launch.launchers import environ_of_another_job
+
 _SECONDS = 60
 _CRASH = "it ended by"
 _DONE = "mpidist: MPI took addresses of GPU memory"
@@ -42,9 +45,8 @@ class Outcome(NamedTuple):
 def run(index: int) -> Outcome:
     """Return whether MPI accepts addresses of GPU `index`'s memory."""
     environ = _clean(os.environ)
-    # Not `-m mpidist.device.probe`: mpidist would start MPI before the GPU is selected
     start = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
-    program = [sys.executable, "-c", start, str(index)]
+    program = python_child(start, str(index))
     alone = _run_one(program, environ)
     if alone:
         return Outcome(False, f"tried on one rank: {alone}", _CRASH in alone)
@@ -87,11 +89,7 @@ def _run_one(command: list[str], environ: Mapping[str, str]) -> str:
 
 def _clean(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without this job's variables, to start another job."""
-    # Not at the top: the program must not import mpidist, which would start MPI
-    from mpidist.launch import launchers
-
-    kept = launchers.environ_of_another_job(environ)
-    kept["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    kept = environ_of_another_job(environ)
     # Start two ranks on one core, too
     kept.setdefault("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
     kept.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
@@ -189,18 +187,24 @@ def _main(index: int) -> None:
         ours, counts = DeviceArray(values), [count] * size
         total, everyone = (DeviceArray(np.zeros(n * count, "f4")) for n in (1, size))
         comm.Allreduce(ours, total)
-        assert (total.get() == size * (size + 1) / 2).all(), "Allreduce"
+        _check("Allreduce", total, size * (size + 1) / 2)
         comm.Allgatherv(ours, [everyone, counts])
         expected = np.repeat(np.arange(1, size + 1, dtype="f4"), count)
-        assert np.array_equal(everyone.get(), expected), "Allgatherv"
+        _check("Allgatherv", everyone, expected)
         everyone.set(np.zeros_like(expected))
         comm.Alltoallv([DeviceArray(np.tile(values, size)), counts], [everyone, counts])
-        assert np.array_equal(everyone.get(), expected), "Alltoallv"
+        _check("Alltoallv", everyone, expected)
         comm.Bcast(ours, 0)
-        assert (ours.get() == 1).all(), "Bcast"
+        _check("Bcast", ours, 1)
     comm.Barrier()
     if rank == 0:
         print(_DONE, flush=True)
+
+
+def _check(call: str, found: DeviceArray, expected: Any) -> None:
+    """Raise an error if MPI has left something else (also under `python -O`)."""
+    if not (found.get() == expected).all():
+        raise RuntimeError(f"{call} gives wrong numbers")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import importlib.util
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -30,6 +31,8 @@ _START_SECONDS = 300.0
 _REPORT_SECONDS = 0.3
 # While a process reports an error of all processes of its node, others do not
 _OTHERS_SECONDS = 1.0
+# How long a process takes at most from binding an address to listening there
+_HELD_SECONDS = 0.1
 _CRAY_GPUS = "MPICH_GPU_SUPPORT_ENABLED"
 _DRIVER = "libcuda.so.1"
 
@@ -43,7 +46,7 @@ if launchers.is_elastic(os.environ):
 
 # srun's variables for mpirun's daemons are not for the ranks: MPICH fails if it finds
 # both
-if launchers.HYDRA in os.environ:
+if launchers.HYDRA.is_here(os.environ):
     os.environ.pop("PMIX_NAMESPACE", None)
 
 
@@ -78,8 +81,7 @@ def _import_mpi() -> None:
     choose_early(os.environ, library)
     if not initialize or MPI.Is_initialized():
         return  # the program has initialised MPI, or will
-    launchers.check_pmix(os.environ, library)
-    launchers.check_mpirun(os.environ, library)
+    launchers.check_before(os.environ, library)
     if mpi4py.rc.threads:
         MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
     else:
@@ -211,10 +213,16 @@ def report_launch_error(
     if not isinstance(error, LaunchError) or is_asked:
         sys.__excepthook__(kind, error, trace)
         return
-    if (claim := claim_report()) is not None:
-        trace_text = "".join(traceback.format_tb(trace, limit=1))
-        text = "".join(traceback.format_exception_only(kind, error))
-        logs.write(f"Traceback (most recent call last):\n{trace_text}{text.rstrip()}")
+    started = launchers.find_launcher(os.environ)
+    # Launchers that are not MPI's may keep the output of each process for itself
+    is_shared = started is None or started.launcher.is_mpi
+    claim = claim_report() if is_shared else None
+    if claim is None and is_shared:
+        return
+    trace_text = "".join(traceback.format_tb(trace, limit=1))
+    text = "".join(traceback.format_exception_only(kind, error))
+    logs.write(f"Traceback (most recent call last):\n{trace_text}{text.rstrip()}")
+    if claim is not None:
         time.sleep(_OTHERS_SECONDS)
         claim.close()
 
@@ -223,15 +231,43 @@ def claim_report() -> socket.socket | None:
     """Return a claim to report for this node; None if another rank has it.
 
     The claim is an abstract socket address (Linux), which vanishes with the process.
-    Ranks of one job on one node have the same parent: the launcher's daemon.
+    Ranks of one job on one node have the same parent: the launcher's daemon. Others can
+    guess the address, but not hold it in this user's name.
     """
-    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    address = f"\0mpidist-failure-{_namespace()}-{os.getuid()}-{os.getppid()}"
     try:
-        claim.bind(f"\0mpidist-failure-{os.getuid()}-{os.getppid()}")
+        claim.bind(address)
+        claim.listen()
     except OSError:
-        claim.close()
-        return None
+        if _is_held_by_us(address):
+            claim.close()
+            return None
     return claim
+
+
+def _namespace() -> int:
+    """Return the number of the process ids' namespace: containers have their own."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _is_held_by_us(address: str) -> bool:
+    """Return whether a process of this user listens at a local address."""
+    end = time.monotonic() + _HELD_SECONDS
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        while time.monotonic() < end:
+            try:
+                asking.connect(address)
+            except OSError:  # it is about to listen, or it never will
+                time.sleep(_HELD_SECONDS / 10)
+                continue
+            credentials = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            user: int = struct.unpack("3i", credentials)[1]
+            return user == os.getuid()
+    return False
 
 
 if "mpi4py.MPI" not in sys.modules:

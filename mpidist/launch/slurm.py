@@ -1,4 +1,4 @@
-"""What Slurm says about a job: its hosts, tasks and addresses, and when it ends.
+"""What Slurm's variables say about the tasks of a job step, and their addresses.
 
 `mpidist.cluster_resolver` is this module, with the interface of
 `tf.distribute.cluster_resolver`. MPI does not need it. It is for programs written for
@@ -7,30 +7,19 @@ TensorFlow's resolver, and for servers that need an address for each rank.
 
 from __future__ import annotations
 
-import calendar
-import itertools
-import math
 import os
 import re
-import subprocess
-import time
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from mpidist.errors import ArgumentError, ArgumentTypeError, LaunchError
-from mpidist.launch.launchers import LAUNCHERS, is_of_mpirun, run_program
-from mpidist.util import logs, validation
+from mpidist.launch.allocations import expand_hosts, expand_tasks
+from mpidist.launch.launchers import SRUN, STEP_OF_SLURM, find_launcher
+from mpidist.util import validation
 from mpidist.util.representation import one_line
 from mpidist.util.settings import decimal
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_SRUN = LAUNCHERS["srun"]
-_RANGE = r"[0-9]{1,18}(?:-[0-9]{1,18})?"
-_HOSTS = rf"(?:[^\[\],]|\[{_RANGE}(?:,{_RANGE})*\])+"
-_MOST = 1_000_000  # hosts; more are a mistake, not a cluster
-_END_TIME = "SLURM_JOB_END_TIME"
-_SQUEUE_SECONDS = 20
-_NO_LIMIT = ("N/A", "NONE", "UNKNOWN", "UNLIMITED")  # among times of squeue
+_RANK, _SIZE = STEP_OF_SLURM.rank, STEP_OF_SLURM.size
 
 
 class ClusterSpec(dict[str, list[str]]):
@@ -122,14 +111,14 @@ class SlurmClusterResolver:
         auto_set_gpu: bool = True,
         rpc_layer: str | None = "grpc",
     ):
-        self._rank = _number(_SRUN.rank)
+        self._rank = _number(_RANK)
         self._port_base = validation.integer("port_base", port_base, 0)
         hosts = _tasks_of_hosts(tasks_per_node)
         # By rank: its host, and its number there
         self._tasks = [(host, i) for host, n in hosts.items() for i in range(n)]
         count = len(self._tasks)
         if jobs is None:
-            jobs = {"worker": _number(_SRUN.size)}
+            jobs = {"worker": _number(_SIZE)}
         elif not isinstance(jobs, Mapping):
             raise ArgumentTypeError(
                 f"jobs must be numbers of tasks by name, not {validation.shown(jobs)}"
@@ -139,8 +128,7 @@ class SlurmClusterResolver:
             raise LaunchError(f"jobs have {asked} tasks, but Slurm started {count}")
         if not 0 <= self._rank < count:
             raise LaunchError(
-                f"{_SRUN.rank}={self._rank} is not one of the {count} tasks on "
-                f"{list(hosts)}"
+                f"{_RANK}={self._rank} is not one of the {count} tasks on {list(hosts)}"
             )
         self._gpus, self._gpus_per_task = _find_gpus(
             gpus_per_node, gpus_per_task, max(hosts.values())
@@ -216,9 +204,8 @@ def below_srun(rank: int, size: int) -> SlurmClusterResolver | None:
 
     It knows this process's task, and does not assign GPUs.
     """
-    expected = {_SRUN.rank: str(rank), _SRUN.size: str(size)}
     # Below mpirun, Slurm's variables describe mpirun's daemons
-    if not expected.items() <= os.environ.items() or is_of_mpirun(os.environ):
+    if find_launcher(os.environ) != (SRUN, size, rank):
         return None
     try:
         resolver = SlurmClusterResolver(auto_set_gpu=False)
@@ -296,123 +283,3 @@ def _number(name: str) -> int:
     if (number := decimal(text)) is None:
         raise LaunchError(f"{name} must be a number, not {text!r}")
     return number
-
-
-def expand_hosts(text: str) -> list[str]:
-    """Return the names in a list of hosts like "n[1-3],m5,gpu[08,10]-ib".
-
-    Raises:
-      LaunchError: it is none.
-    """
-    if not re.fullmatch(f"{_HOSTS}(?:,{_HOSTS})*", text):
-        raise LaunchError(f"{text!r} is not a list of hosts")
-    hosts: list[str] = []
-    for word in re.findall(_HOSTS, text):
-        # Every other part stood in brackets
-        parts = [[part] for part in re.split(r"\[(.*?)\]", word)]
-        parts[1::2] = [_expand_ranges(ranges, text) for (ranges,) in parts[1::2]]
-        hosts += map("".join, itertools.product(*parts))
-    return hosts
-
-
-def _expand_ranges(ranges: str, text: str) -> list[str]:
-    """Return the numbers in ranges like "1-3,08", with leading zeros."""
-    numbers: list[str] = []
-    for word in ranges.split(","):
-        first, _, last = word.partition("-")
-        wanted = range(int(first), int(last or first) + 1)
-        if not 0 < len(wanted) <= _MOST:
-            raise LaunchError(f"{text!r} is not a list of hosts: {word!r}")
-        numbers += [f"{i:0{len(first)}}" for i in wanted]
-    return numbers
-
-
-def expand_tasks(text: str) -> list[int]:
-    """Return the number of tasks of each host from a text like "3(x2),1".
-
-    Raises:
-      LaunchError: it is none.
-    """
-    tasks: list[int] = []
-    for word in text.split(","):
-        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([1-9][0-9]{0,5})\))?", word)
-        if match is None:
-            raise LaunchError(
-                f"SLURM_STEP_TASKS_PER_NODE={text!r} is not a list of tasks"
-            )
-        tasks += [int(match[1])] * int(match[2] or 1)
-    return tasks
-
-
-class TimeLimit(NamedTuple):
-    """When a job ends.
-
-    Args:
-      end: on `time.time`'s clock; math.inf if there is no limit.
-      source: the variable or the program that says so.
-    """
-
-    end: float
-    source: str
-
-
-def time_limit(environ: Mapping[str, str]) -> TimeLimit:
-    """Return when Slurm will end this job; a warning is logged if that is unknown.
-
-    Args:
-      environ: the environment variables of this process.
-    """
-    text = environ.get(_END_TIME, "0")
-    end = decimal(text)
-    if end:
-        return TimeLimit(float(end), _END_TIME)
-    if end is None:
-        _warn(f"{_END_TIME}={text!r} is not a number of seconds")
-    if "SLURM_JOB_ID" not in environ:
-        return TimeLimit(math.inf, "")
-    try:
-        return TimeLimit(_ask_squeue(environ), "squeue")
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        _warn(f"squeue: {error}")
-        return TimeLimit(math.inf, "")
-
-
-def _warn(reason: str) -> None:
-    logs.warning("launch", f"when Slurm will end this job is unknown: {reason}")
-
-
-def _ask_squeue(environ: Mapping[str, str]) -> float:
-    job, task = environ["SLURM_JOB_ID"], environ.get("SLURM_ARRAY_TASK_ID")
-    if task and "SLURM_ARRAY_JOB_ID" in environ:
-        # One of an array's jobs has the number of the array
-        job = f"{environ['SLURM_ARRAY_JOB_ID']}_{task}"
-    # The user's own options of squeue may hide the job
-    kept = {k: v for k, v in environ.items() if not k.startswith("SQUEUE_")}
-    # Local times occur twice when a clock is set back
-    kept |= {"SLURM_TIME_FORMAT": "standard", "TZ": "UTC0"}
-    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%e"]
-    ended = run_program(command, _SQUEUE_SECONDS, kept)
-    if ended.returncode:
-        raise ValueError(ended.stderr.strip() or f"exit status {ended.returncode}")
-    return _first_end(ended.stdout)
-
-
-def _first_end(text: str) -> float:
-    """Return the earliest of squeue's times: there is one for each part of a job.
-
-    Raises:
-      ValueError: there is none.
-    """
-    ends, others = [], []
-    for line in filter(None, map(str.strip, text.splitlines())):
-        if line.upper() in _NO_LIMIT:
-            ends.append(math.inf)
-        elif re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", line, re.ASCII):
-            ends.append(calendar.timegm(time.strptime(line, "%Y-%m-%dT%H:%M:%S")))
-        else:
-            others.append(line)
-    if not ends:
-        raise ValueError(f"{others[0]!r} is not a time" if others else "no such job")
-    if others:
-        logs.warning("launch", f"squeue: {others[0]!r} is not a time, and is ignored")
-    return float(min(ends))

@@ -1,4 +1,4 @@
-"""The command line that starts a job here: the right mpirun, or srun.
+"""The command line that starts a job here: the right mpirun, srun, or flux run.
 
 It uses the mpirun of the MPI library that mpi4py is linked to: another one would start
 separate jobs of one rank. A child process determines the library without initialising
@@ -18,16 +18,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpidist.errors import LaunchError
+from mpidist.launch.allocations import run_program
+from mpidist.launch.commands import python_child
 from mpidist.launch.launchers import (
+    FLUX,
     NO_MPI,
+    SRUN,
+    Launcher,
+    Starter,
+    find_job,
     find_launcher,
-    protocol_of,
-    run_program,
 )
 from mpidist.util.available_memory import available_cores, physical_core
 from mpidist.util.settings import PREFIX, decimal
 
 _SECONDS = 60
+_NO_RANKS = "give the number of ranks: -n 4"
+STARTERS = {"srun": SRUN, "flux": FLUX}  # by the name of their program
+# Options of mpirun that say on which hosts the ranks run
+_HOSTS = re.compile(r"--?(f|H|[\w-]*(host|machine|rankfile|config|app)[\w-]*)(=.*)?")
 _ASK = """
 import json, re, sys
 import mpi4py
@@ -71,10 +80,10 @@ class Request(NamedTuple):
 
     Args:
       program: the command line of each rank.
-      ranks: how many; None takes as many as Slurm has allocated.
+      ranks: how many; None takes as many as the batch system has allocated.
       is_crowd: whether there may be more ranks than cores.
-      options: for mpirun or srun.
-      launcher: "auto", "mpirun" or "srun".
+      options: for the launcher.
+      launcher: "auto", "mpirun", or one of `STARTERS`.
     """
 
     program: Sequence[str]
@@ -91,7 +100,7 @@ def find_library() -> Library:
       LaunchError: mpi4py is not there, or finds no library.
     """
     try:
-        ended = run_program([sys.executable, "-c", _ASK], _SECONDS)
+        ended = run_program(python_child(_ASK), _SECONDS)
     except subprocess.TimeoutExpired:
         raise LaunchError(f"importing mpi4py took longer than {_SECONDS} s") from None
     # Other packages may print, too
@@ -141,24 +150,31 @@ def start_command(
             f"{started.launcher} has started this process already, as one of "
             f"{started.processes}; call `mpidist run` outside the job"
         )
-    notes: list[str] = []
-    is_srun = request.launcher == "srun"
-    if request.launcher == "auto" and "SLURM_JOB_ID" in environ:
-        missing = _why_no_srun(library)
-        is_srun = not missing
-        notes += [f"not by srun: {missing}"] if missing else []
-    if is_srun:
-        return _srun(request, library, is_inside=started is not None), notes
-    return _mpirun(request, library, environ, notes), notes
+    job, notes = find_job(environ), []
+    starter = None
+    if request.launcher in STARTERS:
+        starter = STARTERS[request.launcher].starter
+    elif request.launcher == "auto" and job is not None and job.starter is not None:
+        missing = _why_not(job.starter, library)
+        starter = None if missing else job.starter
+        notes = [f"not by {job.name}: {missing}"] if missing else []
+    if starter is not None:
+        return _start_by(
+            starter, request, library, is_inside=started is not None
+        ), notes
+    return _mpirun(request, library, environ, job, notes), notes
 
 
-def _why_no_srun(library: Library) -> str:
-    """Return why srun cannot start programs with this library; "" if it can."""
-    if shutil.which("srun") is None:
-        return "there is no srun"
+def _why_not(starter: Starter, library: Library) -> str:
+    """Return why a starter cannot start programs with this library; "" if it can."""
+    program, *options = starter.options(library.version)
+    if shutil.which(program) is None:
+        return f"there is no {program}"
+    if starter is not SRUN.starter:
+        return ""
     if library.family == "Intel":
         return "Intel MPI's mpirun knows Slurm, and srun needs settings for it"
-    protocol = protocol_of(library.version)
+    (protocol,) = (option.removeprefix("--mpi=") for option in options)
     offered = _output_of("srun", "--mpi=list")
     names = set(re.findall(r"[\w.]+", offered))
     if not any(name == protocol or name.startswith(f"{protocol}_") for name in names):
@@ -166,32 +182,39 @@ def _why_no_srun(library: Library) -> str:
     return ""
 
 
-def _srun(request: Request, library: Library, is_inside: bool) -> list[str]:
-    command = ["srun", f"--mpi={protocol_of(library.version)}"]
+def _start_by(
+    starter: Starter, request: Request, library: Library, is_inside: bool
+) -> list[str]:
+    command = starter.options(library.version)
+    if request.ranks is None and not starter.knows_size:
+        raise LaunchError(_NO_RANKS)
     if request.ranks is not None:
         command += ["-n", str(request.ranks)]
-    if is_inside:  # of a step, whose cores the job is to have
-        command.append("--overlap")
+    if is_inside:
+        command += starter.inside
     if request.is_crowd:
-        command.append("--overcommit")
+        command += starter.crowd
     return [*command, *request.options, *request.program]
 
 
 def _mpirun(
-    request: Request, library: Library, environ: Mapping[str, str], notes: list[str]
+    request: Request,
+    library: Library,
+    environ: Mapping[str, str],
+    job: Launcher | None,
+    notes: list[str],
 ) -> list[str]:
-    ranks, is_open_mpi = request.ranks, library.family == "Open MPI"
-    if ranks is None:
-        ranks = decimal(environ.get("SLURM_NTASKS", ""))
-    if ranks is None:
-        raise LaunchError("give the number of ranks: -n 4")
+    is_here, slots = _find_slots(job, environ)
+    ranks = slots if request.ranks is None else request.ranks
+    if not ranks:
+        raise LaunchError(_NO_RANKS)
+    is_open_mpi = library.family == "Open MPI"
     command = [str(_find_mpirun(library))]
     if is_open_mpi and os.geteuid() == 0:
         command.append("--allow-run-as-root")
     # Of other nodes only the launcher knows how many cores they have
-    has_hosts = any("host" in word for word in request.options)
-    if "SLURM_JOB_ID" not in environ and not has_hosts:
-        cores = _count_cores(is_whole=is_open_mpi)
+    if is_here and not any(map(_HOSTS.fullmatch, request.options)):
+        cores = max(_count_cores(is_whole=is_open_mpi), slots)
         if ranks > cores and not request.is_crowd:
             raise LaunchError(
                 f"{ranks} ranks on {cores} core{'s' * (cores > 1)} would wait for each "
@@ -205,6 +228,21 @@ def _mpirun(
         for name in sorted(name for name in environ if name.startswith(PREFIX)):
             command += ["-x", name]
     return [*command, *request.options, "-n", str(ranks), *request.program]
+
+
+def _find_slots(
+    launcher: Launcher | None, environ: Mapping[str, str]
+) -> tuple[bool, int]:
+    """Return whether all ranks would run on this node, and how many have room.
+
+    0 if the batch system, if there is one, does not say how many.
+    """
+    if launcher is None or launcher.job is None:
+        return True, 0
+    hosts = launcher.job.hosts(environ)
+    slots = decimal(environ.get(launcher.job.slots, "")) or sum(hosts.values())
+    names = {name.partition(".")[0] for name in hosts}
+    return names == {os.uname().nodename.partition(".")[0]}, slots
 
 
 def _find_mpirun(library: Library) -> Path:

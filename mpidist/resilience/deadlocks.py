@@ -40,6 +40,7 @@ _FIRST_SECONDS = 1.0
 _AGAIN_PART = 8
 _MOST_ASKED = 8  # ranks at a time
 _MOST_STEPS = 32
+_random = random.Random()  # not the program's generator
 
 
 class _Step(NamedTuple):
@@ -231,7 +232,7 @@ def _describe_wait(consensus: Consensus) -> _Wait | None:
 
 def _send(consensus: Consensus, wait: _Wait, steps: list[_Step]) -> None:
     """Send the steps, and this one, to ranks that it needs."""
-    asked = random.sample(wait.missing, min(len(wait.missing), _MOST_ASKED))
+    asked = _random.sample(wait.missing, min(len(wait.missing), _MOST_ASKED))
     probe = _Probe(wait.thread, consensus.rank, [*steps, wait.step])
     consensus.departures.send_probe(pickle.dumps(probe), asked)
 

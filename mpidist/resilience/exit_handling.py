@@ -32,6 +32,7 @@ from mpidist.errors import (
     MpidistError,
     RemoteError,
 )
+from mpidist.launch.launchers import find_local_size
 from mpidist.launch.mpi_defaults import (
     abort_while_importing,
     claim_report,
@@ -43,7 +44,8 @@ from mpidist.resilience.watchdog import abort_job
 from mpidist.util import logs
 from mpidist.util.available_memory import available_cores
 from mpidist.util.forks import is_forked
-from mpidist.util.settings import hang_seconds
+from mpidist.util.native_timers import NativeTimer, say_later
+from mpidist.util.settings import HANG_SECONDS, hang_seconds
 from mpidist.util.tracebacks import fold
 
 # How long a rank waits for the origin rank to report its error, and at most while
@@ -56,7 +58,10 @@ _LOOK_SECONDS = 0.02
 _REPORT_SECONDS = 0.3
 # Of MPI_Finalize, for each rank that shares a core: 256 ranks on 2 cores take 15 s
 _FINALIZE_SECONDS = 3.0
+# After the text, for it to be read
+_SAY_SECONDS = 0.5
 _has_left = False
+_saying = NativeTimer(None)
 
 
 def abort_on_exception() -> None:
@@ -82,6 +87,7 @@ def leave_together() -> None:
     COMM_SELF, while MPI still works (MPI-4.1, section 11.2.4).
     """
     sys.exit = _note_exit(sys.exit)
+    os._exit = _note_hard_exit(os._exit, os.getpid())
     atexit.register(_leave_at_exit, os.getpid())
     if MPI.Is_initialized() and not MPI.Is_finalized():
         key = MPI.Comm.Create_keyval(delete_fn=_leave_before_finalize)
@@ -99,6 +105,30 @@ def _note_exit(leave: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
         leave(status)
 
     return exit
+
+
+def _note_hard_exit(leave: Callable[[int], NoReturn], pid: int) -> Any:
+    """Return `os._exit` so that it cannot end a job with status 0 in the middle.
+
+    MPICH's mpirun kills the other ranks without a word, and ends with the status of
+    this one.
+    """
+
+    @functools.wraps(leave)
+    def _exit(status: int) -> NoReturn:
+        if status == 0 and os.getpid() == pid and _in_job() and not _has_left:
+            rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+            logs.report(
+                "resilience",
+                f"mpidist: rank {rank} of {size} ends by os._exit(0) at {call_site()}, "
+                "while MPI runs, which ends the job; so its exit status is 1. Use "
+                "sys.exit(), or call MPI.Finalize() before",
+            )
+            status = 1
+        leave(status)
+
+    _exit.__module__ = "os"  # by which it is pickled
+    return _exit
 
 
 def _leave_at_exit(pid: int) -> None:
@@ -157,7 +187,11 @@ def _leave_together(consensus: Consensus, may_be_broken: bool) -> None:
         consensus.require_same(END)
     except CollectiveError as error:
         is_broken = type(error) is CollectiveError and consensus.broken is not None
-        if not (may_be_broken and is_broken):
+        # The program may have handled an error on all ranks, which all come here
+        has_met = may_be_broken or (
+            is_broken and consensus.departures.meet(_GRACE_SECONDS)
+        )
+        if not (is_broken and has_met):
             raise
 
 
@@ -167,10 +201,18 @@ def _limit_the_end() -> bool:
     MPI_Finalize runs after the end of Python, or holds Python's lock, so no thread
     could do it. Not done in programs that use SIGALRM.
     """
+    global _saying
     limit = hang_seconds(os.environ)
     is_limited = _in_job() and is_alarm_free() and limit < threading.TIMEOUT_MAX
     if is_limited:
-        signal.setitimer(signal.ITIMER_REAL, limit)
+        rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+        text = (
+            f"mpidist: rank {rank} of {size} has ended its program"
+            f"{f' ({exits[0]})' if exits else ''}, and waited {limit:g} s for other "
+            f"ranks to end theirs, more than {HANG_SECONDS.name} allows. The job ends"
+        )
+        _saying = say_later(logs.formatted(text), limit)
+        signal.setitimer(signal.ITIMER_REAL, limit + _SAY_SECONDS)
     return is_limited
 
 
@@ -179,6 +221,7 @@ def _end_the_limit() -> None:
     end = time.monotonic() + signal.getitimer(signal.ITIMER_REAL)[0]
     while not MPI.Is_finalized():
         time.sleep(_LOOK_SECONDS)
+    _saying.cancel()
     left = signal.getitimer(signal.ITIMER_REAL)[0]
     if left and abs(time.monotonic() + left - end) < _REPORT_SECONDS:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -201,7 +244,7 @@ def _finalize_in_time() -> None:
 
     ending = threading.Thread(target=finalize, daemon=True)
     ending.start()
-    ranks = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1))
+    ranks = find_local_size(os.environ) or 1
     ending.join(_FINALIZE_SECONDS * max(1.0, ranks / len(available_cores())))
 
 

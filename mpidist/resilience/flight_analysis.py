@@ -26,6 +26,7 @@ from mpidist.util.schemas import COUNT, INTEGER, SECONDS, Number, conform
 
 _SUFFIX = ".jsonl"
 _HEADER = {
+    "job": INTEGER,
     "channel": COUNT,
     "rank": COUNT,
     "members": [COUNT],
@@ -62,6 +63,8 @@ class Flight:
     """The calls of one rank on one communicator.
 
     Args:
+      job: the number of the job.
+      time: when the rank made the communicator, on time.time's clock.
       channel: the number of the communicator.
       rank: the rank in that communicator.
       members: the ranks in COMM_WORLD of all members.
@@ -70,6 +73,8 @@ class Flight:
       calls: the recorded calls by number.
     """
 
+    job: int
+    time: float
     channel: int
     rank: int
     members: tuple[int, ...]
@@ -129,7 +134,8 @@ def _read(path: Path) -> Flight:
         words = np.frombuffer(read_regular(path.with_suffix(".ring")), np.int64)
         calls = dict(_calls(words.reshape(-1, WORDS), kinds, offset))
         members = tuple(header["members"])
-        return Flight(header["channel"], header["rank"], members, kinds, calls)
+        who = header["job"], header["time"], header["channel"], header["rank"]
+        return Flight(*who, members, kinds, calls)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     except (ValueError, RecursionError) as error:
@@ -155,9 +161,16 @@ def _calls(
 
 
 def compare(flights: Sequence[Flight]) -> tuple[list[str], bool]:
-    """Return the report, line by line, and whether all ranks' calls are equal."""
+    """Return the report, line by line, and whether all ranks' calls are equal.
+
+    Of several jobs, the report is on the last one.
+    """
     lines: list[str] = []
     is_same = True
+    last, jobs = max(flights, key=lambda f: f.time).job, {f.job for f in flights}
+    if len(jobs) > 1:
+        lines.append(f"the last of {len(jobs)} jobs, in *-job-{last:016x}.jsonl:")
+        flights = [flight for flight in flights if flight.job == last]
     channels = sorted({(flight.channel, flight.members) for flight in flights})
     for channel in channels:
         found = [f for f in flights if (f.channel, f.members) == channel]

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,17 +22,19 @@ from mpidist.checkpoint.checkpoint import Checkpoint
 from mpidist.checkpoint.format import read_header
 from mpidist.checkpoint.manager import CheckpointManager, latest_checkpoint
 from mpidist.errors import ArgumentTypeError, ContextError
-from mpidist.launch.slurm import TimeLimit, time_limit
+from mpidist.launch.allocations import TimeLimit
+from mpidist.launch.launchers import end_signals, time_limit
 from mpidist.util import logs, validation
 from mpidist.util.durations import duration
+from mpidist.util.forks import call_in_child
 from mpidist.util.representation import one_line
 
 T = TypeVar("T")
 # With this exit code a job asks to be requeued; the scripts in jobs/ know it
 RESTART_EXIT_CODE = 99
 _CALL = "PreemptionCheckpointHandler"
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _WATCH_SECONDS = 1.0
+_MOST_ERRORS = 3  # of the watcher, in a row
 # Safety margins for the durations of a save and a step, and what they count where one
 # is not known
 _CAUTION = 1.5
@@ -46,9 +49,11 @@ class TerminationConfig:
 
     Args:
       termination_watcher_fn: called about once a second by a thread of each rank. True
-        means, like a signal, that the job is about to be ended.
+        means, like a signal, that the job is about to be ended. An exception is logged;
+        the third in a row is raised on all ranks, before the next step.
       exit_fn: called on all ranks once the checkpoint is complete; by default the
-        program exits with code 99, for which the scripts in `jobs/` requeue.
+        program exits with code 99, for which the scripts in `jobs/` requeue. If it
+        returns, the handler has done its work, and further steps are not watched.
       grace_period: the seconds from the signal to the end of the job. Training
         continues while another step and a save fit in; by default the current step is
         the last.
@@ -84,12 +89,13 @@ class PreemptionCheckpointHandler:
     Creating it is collective, as are all its methods; it restores the latest
     checkpoint.
 
-    After SIGTERM or SIGUSR1 on any rank, all ranks save after the same step and exit.
-    The same happens near the end of the job's time if Slurm reports it
-    (`SLURM_JOB_END_TIME`, or squeue): from the durations of steps and saves, it saves
-    after the last step that leaves enough time. How long a save took is in the
-    checkpoint, so the next job knows; until then, 60 s count. Each job
-    makes at least one step, however little time it has. The log says why a job ends.
+    After SIGTERM or SIGUSR1 (in LSF and Grid Engine also SIGUSR2) on any rank, all
+    ranks save after the same step and exit. The same happens near the end of the job's
+    time if Slurm (`SLURM_JOB_END_TIME`, or squeue) or Flux reports it: from the
+    durations of steps and saves, it saves after the last step that leaves enough time.
+    How long a save took is in the checkpoint, so the next job knows; until then, 60 s
+    count. Each job makes at least one step, however little time it has. The log says
+    why a job ends.
     This takes one small all-reduce per step, a few microseconds on one node.
 
     Args:
@@ -147,6 +153,8 @@ class PreemptionCheckpointHandler:
         self._edge: float | None = None
         self._checks = 0  # whether to end
         self._is_closed = False
+        self._has_ended = False  # all ranks have saved, and exit_fn was called
+        self._watcher_errors: list[BaseException] = []  # the last ones in a row
         self._limit: TimeLimit = self._group.consensus.root_only(
             _CALL, lambda: time_limit(os.environ)
         )
@@ -206,7 +214,8 @@ class PreemptionCheckpointHandler:
         return path
 
     def _listen(self) -> None:
-        for number in _SIGNALS:
+        _handlers.add(self)
+        for number in end_signals(os.environ):
             self._former[number] = signal.signal(number, self._note_signal)
         if self._config.termination_watcher_fn is not None:
             watcher = threading.Thread(
@@ -220,10 +229,17 @@ class PreemptionCheckpointHandler:
 
     def _watch(self) -> None:
         asks = self._config.termination_watcher_fn
-        assert asks is not None
-        while not self._is_closed and self._asked_at is None:
-            if asks():
-                self._asked_at = time.monotonic()
+        while asks is not None and not self._is_closed and self._asked_at is None:
+            try:
+                if asks():
+                    self._asked_at = time.monotonic()
+                self._watcher_errors = []
+            except BaseException as error:  # tried again: a server may be busy
+                text = f"termination_watcher_fn raised {type(error).__name__}: {error}"
+                logs.warning("resilience", f"{_CALL}: {text}")
+                self._watcher_errors = [*self._watcher_errors, error]
+                if len(self._watcher_errors) == _MOST_ERRORS:
+                    return
             time.sleep(_WATCH_SECONDS)
 
     @property
@@ -259,14 +275,18 @@ class PreemptionCheckpointHandler:
         self._end_if_due(self._checks > 0)
 
     def _end_if_due(self, counts_limit: bool, *args: Any, **kwargs: Any) -> None:
+        if self._has_ended:
+            return
         now = time.monotonic()
         if self._edge is not None:
             step = max(self._durations.step, now - self._edge)
             self._durations = self._durations._replace(step=step)
         self._edge = now
         self._checks += 1
-        left, is_asked = self._agree(now, counts_limit)
+        left, is_asked, has_failed = self._agree(now, counts_limit)
         if left >= self._durations.needed():
+            if has_failed:
+                self._group.consensus.run(_CALL, self._require_watcher)
             return
         self._log_end(left, is_asked)
         path = self._group.consensus.run(_CALL, lambda: self._save(*args, **kwargs))
@@ -280,8 +300,14 @@ class PreemptionCheckpointHandler:
             for number in self._former:
                 signal.signal(number, signal.SIG_IGN)
             sys.exit(RESTART_EXIT_CODE)
+        self._has_ended = True
         self.close()
         self._config.exit_fn()
+
+    def _require_watcher(self) -> None:
+        """Raise on a rank whose watcher has failed for good."""
+        if len(self._watcher_errors) == _MOST_ERRORS:
+            raise self._watcher_errors[-1]
 
     def _save(self, *args: Any, **kwargs: Any) -> str:
         """Save; return where. Collective."""
@@ -307,10 +333,11 @@ class PreemptionCheckpointHandler:
         finally:
             self._group.before_run = former
 
-    def _agree(self, now: float, counts_limit: bool) -> tuple[float, bool]:
-        """Return the seconds left, and whether a rank was signalled. Collective.
+    def _agree(self, now: float, counts_limit: bool) -> tuple[float, bool, bool]:
+        """Return the seconds left, and on any rank: a signal, a failed watcher.
 
         The durations become the longest of all ranks, and only rank 0 knows the limit.
+        Collective.
         """
         left = math.inf
         if self._asked_at is not None:
@@ -322,9 +349,10 @@ class PreemptionCheckpointHandler:
             save = max(save, self._manager.longest_save_seconds)
         mine = [_milliseconds(x) for x in (-left, step, save)]
         mine.append(self._asked_at is not None)
+        mine.append(len(self._watcher_errors) == _MOST_ERRORS)
         found = self._group.reduce(_CALL, "MAX", np.array(mine, np.int64)).tolist()
         self._durations = _Durations(found[1] / 1000, found[2] / 1000)
-        return -found[0] / 1000, bool(found[3])
+        return -found[0] / 1000, bool(found[3]), bool(found[4])
 
     def _log_end(self, left: float, is_asked: bool) -> None:
         if self._group.replica_id > 0:
@@ -347,6 +375,21 @@ class PreemptionCheckpointHandler:
             number, former = self._former.popitem()
             if signal.getsignal(number) == self._note_signal:
                 signal.signal(number, former)
+            for other in _handlers:  # one that was made later would restore this one
+                if other._former.get(number) == self._note_signal:
+                    other._former[number] = former
+
+
+_handlers: weakref.WeakSet[PreemptionCheckpointHandler] = weakref.WeakSet()
+
+
+def _forget_signals() -> None:
+    """Let signals end a forked process: it is no rank, and saves nothing."""
+    for handler in list(_handlers):
+        handler.close()
+
+
+call_in_child(_forget_signals)
 
 
 class _Durations(NamedTuple):

@@ -158,18 +158,18 @@ def _integer(least: int, most: int = _LARGEST) -> Callable[[str], int]:
 
 def _add_run(commands: Commands) -> None:
     add = _add_command(commands, _run, failed=2)
-    ranks = "number of ranks; in Slurm by default the allocated tasks"
+    ranks = "number of ranks; by default what the batch system allocated"
     add("-n", "--ranks", type=_integer(1, (1 << 31) - 1), metavar="N", help=ranks)
     add("--dry-run", action="store_true", help="print the command line, start nothing")
     oversubscribe = "allow more ranks than cores (slow)"
     add("--oversubscribe", action="store_true", help=oversubscribe)
-    add("--launcher", choices=["auto", "mpirun", "srun"], default="auto")
+    add("--launcher", choices=["auto", "mpirun", "srun", "flux"], default="auto")
     add(
         "--launcher-options",
         type=shlex.split,
         default=[],
         metavar="TEXT",
-        help="more options of mpirun or srun, as '--hostfile=hosts'",
+        help="more options of the launcher, as '--hostfile=hosts'",
     )
     add(
         "-m",
@@ -187,9 +187,9 @@ def _run(args: argparse.Namespace) -> int:
     """Start a job with the right mpirun, or srun.
 
     It uses the mpirun of the MPI library that mpi4py is linked to, or srun in a
-    Slurm allocation. Python scripts run with the current Python; other programs run
-    directly. MPIDIST_... variables are passed to all nodes. Signals and the exit
-    status are those of the launcher.
+    Slurm allocation, or flux run in one of Flux. Python scripts run with the current
+    Python; other programs run directly. MPIDIST_... variables are passed to all
+    nodes. Signals and the exit status are those of the launcher.
 
     Example:
       mpidist run -n 4 train.py --epochs 3
@@ -240,8 +240,6 @@ def _add_doctor(commands: Commands) -> None:
     add("--json", nargs="?", const="-", type=_path, metavar="FILE", help=json)
     seconds = "how long each check may take (default 20)"
     add("--seconds", type=_seconds, default=20.0, metavar="N", help=seconds)
-    # For processes that the doctor itself starts
-    add("--child", action="store_true", help=argparse.SUPPRESS)
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -259,10 +257,6 @@ def _doctor(args: argparse.Namespace) -> int:
     Exit status: 0 if all rows are OK or WARN; 1 if one is FAIL; 2 if the arguments
     are invalid. (Launchers may return another number than 1.)
     """
-    if args.child:
-        from mpidist.tools.doctor.children import serve
-
-        serve()
     from mpidist.tools.doctor.runner import run
 
     return run(list(dict.fromkeys(args.paths)), args.seconds, args.json)

@@ -51,6 +51,10 @@ def write(text: str) -> None:
             data = data[raw.write(data) :]
 
 
+class _OurLevel(int):
+    """A level that `start` has set: it is told from the same one of the program."""
+
+
 class RankHandler(logging.Handler):
     """Writes each record to the current stderr in one piece.
 
@@ -123,7 +127,7 @@ def start(rank: int) -> None:
     handler.setLevel(getattr(logging, level) if level else default)
     logger.addHandler(handler)
     if is_asked or logger.level == logging.NOTSET:
-        logger.setLevel(handler.level)
+        logger.setLevel(_OurLevel(handler.level))
 
 
 def has_other_handlers() -> bool:
@@ -165,11 +169,16 @@ def report(room: str, text: str) -> None:
     It is always written to stderr, and there first: handlers of the application may
     hang.
     """
+    write(formatted(text, room))
+    _log(logging.ERROR, room, text, _REPORT)
+
+
+def formatted(text: str, room: str = "resilience") -> str:
+    """Return a message as `report` writes it."""
     handler = _handler()
     name = f"{_ROOT}.{room}"
     record = logging.LogRecord(name, logging.ERROR, "", 0, text, None, None)
-    write(text if handler is None else handler.format(record))
-    _log(logging.ERROR, room, text, _REPORT)
+    return text if handler is None else handler.format(record)
 
 
 def rank_and_host() -> str:
@@ -192,7 +201,7 @@ def _log(level: int, room: str, text: str, shown_by: str = "") -> None:
         if handler is not None:
             extra |= {"rank": handler.rank, "host": handler.host}
             # The application's level applies, not the one that `start` has set
-            is_ours = not handler.is_asked and ours.level == handler.level
+            is_ours = not handler.is_asked and isinstance(ours.level, _OurLevel)
             if is_ours and has_other_handlers():
                 ours.setLevel(logging.NOTSET)
         # Not as a format string: the text may contain "%"

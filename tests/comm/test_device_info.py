@@ -3,8 +3,11 @@
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
+import launching
 import pytest
 from mpi4py import MPI
 
@@ -18,6 +21,7 @@ from mpidist.device.binding import (
     require_own_gpus,
     shared_gpus,
 )
+from mpidist.tools.doctor import checks
 
 GPU = GpuIdentity("node1", "0000:3b:00.0", "ab12", "H100", 13000)
 
@@ -298,3 +302,62 @@ def test_cupy_is_not_imported_where_there_is_no_driver(monkeypatch):
     monkeypatch.setattr(binding, "_DRIVER", "libmissing.so.1")
     assert binding.gpu_count() == 0
     assert "cupy" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("status", "visible", "is_said"),
+    [
+        (35, "", True),  # the driver is too old
+        (802, "0", True),  # the fabric manager does not run
+        (100, "", False),  # there is no GPU
+        (100, "-1", False),
+        (100, "7", True),  # not the one that was asked for
+    ],
+)
+def test_an_error_of_cuda_is_said_once(monkeypatch, status, visible, is_said):
+    """The job computes on the CPU then."""
+
+    class CUDARuntimeError(RuntimeError):
+        def __init__(self):
+            super().__init__(f"cudaErrorOfNumber{status}")
+            self.status = status
+
+    def count():
+        raise CUDARuntimeError
+
+    runtime = SimpleNamespace(CUDARuntimeError=CUDARuntimeError, getDeviceCount=count)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime), __spec__=True)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(binding, "cuda_errors", [])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert [binding.gpu_count(), binding.gpu_count()] == [0, 0]
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == is_said
+    assert all(f"CUDA fails: cudaErrorOfNumber{status}" in text for text in texts)
+    if is_said:
+        (row,) = checks.check_gpus()
+        assert row.status is checks.WARN
+        assert f"cudaErrorOfNumber{status}" in row.found
+
+
+@pytest.mark.parametrize("optimize", ["", "1"])
+def test_wrong_numbers_are_an_answer_without_asserts_too(optimize):
+    """`python -O` removes assertions."""
+    code = """
+import numpy as np
+from mpidist.device import probe
+class Zeros(np.ndarray):
+    def __new__(cls, values):
+        return values.copy().view(cls)
+    def get(self):
+        return np.zeros_like(self)
+    def set(self, values):
+        self[:] = values
+probe.use_gpu, probe.DeviceArray = lambda index: None, Zeros
+probe._main(0)
+"""
+    ended = launching.run([sys.executable, "-c", code], PYTHONOPTIMIZE=optimize)
+    assert ended.stderr.endswith("RuntimeError: Allreduce gives wrong numbers\n")
+    assert ended.returncode == 1

@@ -153,3 +153,35 @@ def test_strategies_of_some_ranks_are_freed_by_them(comm, monkeypatch):
     assert members not in [found for _, found in _Resources.list_dropped()]
     strategy.experimental_finalize()
     part.Free()
+
+
+UNLIKE = """
+import os, sys
+names = "PMI_RANK", "OMPI_COMM_WORLD_RANK"
+if next(os.environ[name] for name in names if name in os.environ) == "1":
+    if sys.argv[1] in ("MPI4PY_RC_THREAD_LEVEL", "OMPI_MCA_mpi_ft_enable"):
+        os.environ[sys.argv[1]] = sys.argv[2]
+    else:
+        from mpidist import _version
+        _version.__version__ = "0.0.9"
+import mpidist
+try:
+    mpidist.MirroredStrategy(["CPU:0"])
+except mpidist.LaunchError as error:
+    print(error, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("version", ""), "the version of mpidist differs between ranks: "),
+        (("MPI4PY_RC_THREAD_LEVEL", "serialized"), "MPI_THREAD_SERIALIZED on rank 1"),
+        (("OMPI_MCA_mpi_ft_enable", "1"), "True on rank 1"),
+    ],
+)
+def test_ranks_that_are_started_unlike_are_refused_on_all(mpirun, change, message):
+    if launching.is_open_mpi() and change[0].startswith("OMPI"):
+        pytest.skip("mpirun itself reads it")
+    ended = mpirun(3, UNLIKE, *change, MPIDIST_HANG_SECONDS="60")
+    assert ended.stdout.count(message) == 3, ended.stderr

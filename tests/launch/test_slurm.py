@@ -10,7 +10,7 @@ import launching
 import pytest
 from mpi4py import MPI
 
-from mpidist.launch.slurm import expand_hosts
+from mpidist.launch.allocations import expand_hosts
 
 ROOT = Path(__file__).parents[2]
 IS_OPEN_MPI = "Open MPI" in MPI.Get_library_version()

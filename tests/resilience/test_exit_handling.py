@@ -1,7 +1,9 @@
 """A program that calls MPI.Finalize itself ends as one that does not."""
 
 import json
+import sys
 
+import launching
 import pytest
 
 PROLOGUE = """
@@ -101,3 +103,159 @@ print("over:", not watch.is_alive())
 """
     ended = mpirun(2, script)
     assert ended.stdout.count("over: True") == 2
+
+
+EARLY = """
+import sys, threading
+from mpi4py import MPI
+import mpidist
+if MPI.COMM_WORLD.rank == 1:
+    exec(sys.argv[1])
+else:
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "where"),
+    [("sys.exit()", "(<string>:1, by sys.exit())"), ("MPI.Finalize()", ""), ("", "")],
+)
+def test_a_rank_that_ends_early_says_so(mpirun, script, where):
+    """The system alone would say "Alarm clock"."""
+    ended = mpirun(2, EARLY, script, MPIDIST_HANG_SECONDS="3", fails=True)
+    assert "mpidist: rank 1 of 2 has ended its program" in ended.stderr
+    assert where in ended.stderr
+    assert "waited 3 s for other ranks to end theirs" in ended.stderr
+
+
+def test_the_c_library_speaks_after_some_time():
+    code = """
+import os
+from mpidist.util.native_timers import say_later
+read, write = os.pipe()
+os.dup2(write, 2)
+say_later("never", 0.01).cancel()
+say_later("100 % of it", 0.05)
+print(os.fdopen(read).readline())
+"""
+    ended = launching.run([sys.executable, "-c", code])
+    assert ended.stdout.endswith(": 100 % of it\n\n"), ended
+
+
+def test_a_rank_does_not_end_well_in_the_middle(mpirun):
+    """MPICH's mpirun ends the others without a word, and with the status of this."""
+    script = """
+import os
+import mpidist
+strategy = mpidist.MirroredStrategy(["CPU:0"])
+if os.fork() == 0:
+    os._exit(0)
+assert os.wait()[1] == 0
+strategy.reduce("SUM", 1.0)
+if strategy.rank == 1:
+    os._exit(0)
+strategy.reduce("SUM", 1.0)
+"""
+    ended = mpirun(2, script, fails=True)
+    assert "rank 1 of 2 ends by os._exit(0) at <string>:10" in ended.stderr
+
+
+def test_a_rank_may_end_itself_after_mpi(mpirun):
+    script = (
+        "\nimport os, mpidist\nfrom mpi4py import MPI\nMPI.Finalize()\nos._exit(0)\n"
+    )
+    mpirun(2, script)
+
+
+HANDLED = """
+import sys
+import numpy as np
+import mpidist
+from mpi4py import MPI
+
+strategy = mpidist.MirroredStrategy(["CPU:0"])
+is_last = strategy.rank == strategy.size - 1
+options = mpidist.CommunicationOptions(timeout_seconds=0.2)
+
+def step():
+    mpidist.get_replica_context().all_reduce("SUM", np.ones(3), options)
+
+def miss(strategy):
+    if is_last:  # it comes when rank 0 has given up
+        MPI.COMM_WORLD.recv(tag=77)
+    try:
+        strategy.run(step)
+    except mpidist.DeadlineError:
+        print("handled", flush=True)
+    if strategy.rank == 0:
+        MPI.COMM_WORLD.send(None, strategy.size - 1, 77)
+
+miss(strategy)
+"""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "",
+        "sys.exit()",
+        "strategy.experimental_finalize()",
+        "again = mpidist.MirroredStrategy(['CPU:0']); again.reduce('SUM', 1)",
+        "MPI.Finalize()",
+    ],
+)
+def test_an_error_that_all_ranks_have_handled_is_none(mpirun, script):
+    ended = mpirun(3, HANDLED + script)
+    assert ended.stdout.count("handled") == 3
+    assert "failed" not in ended.stderr
+
+
+STATUSES = {
+    "sys.exit(3)": 3,
+    "sys.exit(-1)": 255,
+    "sys.exit('text')": 1,
+    "sys.exit()": 0,
+    "sys.exit(True)": 1,
+    "exit(4)": 4,
+    "quit()": 0,
+    "caught()": 0,
+    "caught(); sys.exit(2)": 2,
+    "in_thread()": 0,
+    "pass": 0,
+    "1 / 0": 1,
+    "raise KeyboardInterrupt": -2,
+    "os._exit(6)": 6,
+}
+FORKING = """
+import json, os, sys, threading
+import mpidist
+
+def caught():
+    try:
+        sys.exit(7)
+    except SystemExit as error:
+        assert error.code == 7
+
+def in_thread():
+    thread = threading.Thread(target=sys.exit, args=(5,))
+    thread.start()
+    thread.join()
+
+strategy = mpidist.MirroredStrategy(["CPU:0"])
+found = {}
+for code in json.loads(sys.argv[1]):
+    pid = os.fork()
+    if pid == 0:
+        sys.stderr = open(os.devnull, "w")
+        exec(code)
+        break
+    found[code] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+else:
+    strategy.reduce("SUM", 1)
+    print(json.dumps(found))
+"""
+
+
+def test_forked_children_end_as_without_mpidist(mpirun):
+    ended = mpirun(1, FORKING, json.dumps(list(STATUSES)))
+    assert json.loads(ended.stdout) == STATUSES

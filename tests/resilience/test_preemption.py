@@ -1,6 +1,7 @@
 """Jobs that are about to be ended save the same step on all ranks, and exit."""
 
 import math
+import multiprocessing
 import os
 import signal
 import threading
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.launch.slurm import time_limit
+from mpidist.launch.launchers import time_limit
+from mpidist.resilience import preemption
 from mpidist.resilience.preemption import RESTART_EXIT_CODE
 
 PROLOGUE = """
@@ -413,3 +415,99 @@ def test_the_arguments_of_a_handler(comm, strategy, tmp_path):
     made.close()
     assert not (folder / "other").exists()  # as in TensorFlow: the manager's counts
     assert strategy.reduce("SUM", 1) == comm.size
+
+
+@pytest.mark.parametrize("failures", [1, 2, 3])
+def test_a_watcher_that_raises_is_asked_again(comm, make, monkeypatch, failures):
+    """Or raises on all ranks, in the end: the job does not go on unwatched."""
+    monkeypatch.setattr(preemption, "_WATCH_SECONDS", 0.01)
+    exits, calls, has_ended = [], [], threading.Event()
+
+    def watch():
+        if comm.rank < comm.size - 1:
+            return False
+        calls.append(1)
+        if len(calls) == min(failures + 1, 3):
+            has_ended.set()
+        if len(calls) <= failures:
+            raise ConnectionResetError("no answer")
+        return True
+
+    w, _, handler = make(termination_watcher_fn=watch, exit_fn=lambda: exits.append(1))
+    if comm.rank == comm.size - 1:
+        assert has_ended.wait(600)
+        while handler._asked_at is None and len(handler._watcher_errors) < 3:
+            has_ended.wait(0.001)
+    comm.Barrier()
+    if failures == 3:
+        with pytest.raises(ConnectionResetError, match="no answer"):
+            handler.run(w.assign_add, 1)
+    else:
+        handler.run(w.assign_add, 1)
+        assert exits == [1]
+
+
+@pytest.mark.parametrize("how", ["run", "scope", "save"])
+def test_there_is_one_checkpoint_if_exit_fn_returns(comm, strategy, make, how):
+    exits = []
+    w, manager, handler = make(exit_fn=lambda: exits.append(1))
+    if comm.rank == comm.size - 1:
+        signal.raise_signal(signal.SIGTERM)
+    for _ in range(4):
+        if how == "save":
+            handler.save_checkpoint_if_preempted()
+        elif how == "run":
+            handler.run(w.assign_add, 1)
+        else:
+            with handler.watch_preemption_scope():
+                strategy.run(lambda: w.assign_add(1))
+    assert (len(exits), len(manager.checkpoints)) == (1, 1)
+    assert int(w.numpy()) == (0 if how == "save" else 4)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_handlers_may_be_closed_in_any_order(make, first):
+    handlers = [make()[2] for _ in range(2)]
+    handlers[first].close()
+    handlers[1 - first].close()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_a_forked_worker(comm, make, number):
+    """It is no rank, and asks for nothing."""
+    handlers = [make()[2] for _ in range(2)]
+    context = multiprocessing.get_context("fork")
+    started, _ = context.Event(), handlers
+    worker = context.Process(target=lambda: (started.set(), time.sleep(600)))
+    worker.start()
+    assert started.wait(600)
+    os.kill(worker.pid, number)
+    worker.join(600)
+    assert worker.exitcode == -number
+    assert all(handler._asked_at is None for handler in handlers)
+
+
+def test_the_signals_of_lsf_are_noticed(comm, make, monkeypatch):
+    monkeypatch.setenv("LSB_JOBID", "7")
+    exits = []
+    w, _, handler = make(exit_fn=lambda: exits.append(1))
+    signal.raise_signal(signal.SIGUSR2)
+    handler.run(w.assign_add, 1)
+    assert exits == [1]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("3600", 3600), ("infinity", math.inf), ("soon", None)]
+)
+def test_when_a_job_of_flux_ends(tmp_path, caplog, text, seconds):
+    program = tmp_path / "flux"
+    program.write_text(f'#!/bin/sh\n[ "$*" = "job timeleft" ] && echo {text}\n')
+    program.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "FLUX_JOB_ID": "f7"}
+    now, end = time.time(), time_limit(environ).end
+    assert bool(caplog.records) == (seconds is None)
+    if seconds == 3600:
+        assert now + 3600 <= end <= time.time() + 3600
+    else:
+        assert end == math.inf

@@ -15,6 +15,7 @@ import argparse
 import collections
 import json
 import os
+import posix
 import subprocess
 import sys
 import tempfile
@@ -228,7 +229,7 @@ def run_here(asked):
             everyone, key=lambda pair: ("passed", "skipped", "FAILED").index(pair[0])
         )
         write(name, *worst)
-    os._exit(0)
+    posix._exit(0)  # without the clean-up of broken groups
 
 
 def _reset_barrier(barrier, world):

@@ -287,6 +287,20 @@ def test_a_launcher_that_started_more_than_mpi_sees():
     assert allowed("launcher", "WARN")
 
 
+def test_an_mpirun_of_another_mpi(tmp_path):
+    """What works stands under the row; what is there need not be installed."""
+    names = {"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALNRANKS": "2"}
+    if not launching.is_open_mpi():
+        names = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
+    report = alone(**names)
+    assert "which another MPI library cannot join" in report("starting MPI", "FAIL")
+    remedies = {row["what"]: row["remedy"] for row in report.all["findings"]}
+    assert "mpirun -n 2 python -m mpidist doctor'" in remedies["starting MPI"]
+    assert "pip install mpich" not in report.ended.stdout
+    good = [row for row in report.all["findings"] if row["status"] == "OK"]
+    assert [row["remedy"] for row in good] == [""] * len(good)
+
+
 @pytest.mark.slow
 def test_processes_that_mpi_does_not_join_print_once():
     """As under an srun with the wrong --mpi=."""

@@ -154,6 +154,20 @@ def test_an_application_that_configures_logging_has_it_alone():
     )
 
 
+@pytest.mark.parametrize("is_before", [False, True])
+@alone
+def test_the_level_of_the_application_stays_if_it_is_ours(is_before):
+    """INFO on rank 0, too."""
+    if is_before:
+        OURS.setLevel(logging.INFO)
+    logs.start(0)
+    OURS.setLevel(logging.INFO)
+    ROOT.addHandler(kept := Kept())
+    logs.info("comm", "progress")
+    assert [record.getMessage() for record in kept.records] == ["progress"]
+    assert OURS.level == logging.INFO
+
+
 @alone
 def test_a_level_that_the_application_has_set_stays():
     OURS.setLevel(logging.ERROR)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import pickle
 import threading
 import time
@@ -78,6 +79,8 @@ class Consensus:
     # Those of this process, in order of creation, which is the same on all ranks
     in_use: ClassVar[list[Consensus]] = []
     made: ClassVar[int] = 0  # of more than one rank
+    # A number of the job, once its ranks have agreed on it
+    job: ClassVar[int] = hash62(f"{os.uname().nodename} {os.getpid()} {time.time_ns()}")
     # The lock prevents closing while another thread reads the list
     _looking: ClassVar[threading.RLock] = threading.RLock()
 
@@ -92,7 +95,7 @@ class Consensus:
         self._own_failures = None if failures else self.failures
         # Ranks may have made different numbers of communicators
         with Pending("making a communicator's consensus", comm):
-            (channel,) = highest(comm, Consensus.made)
+            channel, Consensus.job = highest(comm, Consensus.made, Consensus.job)
         self.departures = Departures(comm, channel, self.failures)
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         if comparison is None:
@@ -107,7 +110,7 @@ class Consensus:
         self._agreed_id = 0  # of an error raised on all ranks
         self._made_at: dict[str, str] = {}  # see `note_made`
         self.waiting = RequestWaiter(comm, self.departures)
-        self.recorder = Recorder(channel, comm)
+        self.recorder = Recorder(channel, comm, Consensus.job)
         self.begin, self.note = self.recorder.begin, self.recorder.note_arrivals
         check = self.failures.check if self.failures.is_needed else None
         self.lock = ThreadOrderedLock(self.recorder.end, check, self._on_error)

@@ -4,7 +4,8 @@ A ring has `CALLS` rows of `WORDS` integers of 64 bits: the number of the call, 
 its kind; when it began, and when it ended or 0, in nanoseconds on the clock of
 time.monotonic; and its step, -1 if none. The other file has a line of JSON about the
 rank, then one for each kind of call, with the kind's number. File names contain the
-number of the communicator (not unique over all ranks) and the rank in the world.
+number of the communicator (not unique over all ranks), the rank in the world, and the
+number of the job, since several jobs may have the same folder.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ import errno
 import json
 import mmap
 import os
-import stat
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mpidist.util.files import replace_file
 
-FORMAT = 2
+FORMAT = 3
 CALLS = 1000
 WORDS = 5
 # Columns of a row in the ring; each row is one call.
@@ -33,24 +33,24 @@ _MOST_TEXT = 400
 _MOST_AGREED = 1600
 
 
-def ring_path(folder: Path, channel: int, rank: int) -> Path:
+def ring_path(folder: Path, job: int, channel: int, rank: int) -> Path:
     """Return the file of a ring."""
-    return folder / f"channel-{channel}-rank-{rank:05}.ring"
+    return folder / f"channel-{channel}-rank-{rank:05}-job-{job:016x}.ring"
 
 
-def calls_path(folder: Path, channel: int, rank: int) -> Path:
+def calls_path(folder: Path, job: int, channel: int, rank: int) -> Path:
     """Return the file of the descriptions."""
-    return folder / f"channel-{channel}-rank-{rank:05}.jsonl"
+    return ring_path(folder, job, channel, rank).with_suffix(".jsonl")
 
 
 class FlightFiles:
     """Both files of one rank and communicator, open for writing.
 
-    Files of an earlier job are replaced. Anything else, such as a symbolic link, is
-    refused, because others who can write to the folder can predict the names.
+    Whatever has their names already is refused: others may write to the folder.
 
     Args:
       folder: the folder; created if missing.
+      job: a number of the job.
       channel: the number of the communicator.
       rank: in the world.
       header: the first line of the text.
@@ -63,11 +63,16 @@ class FlightFiles:
     """
 
     def __init__(
-        self, folder: Path, channel: int, rank: int, header: Mapping[str, Any]
+        self,
+        folder: Path,
+        job: int,
+        channel: int,
+        rank: int,
+        header: Mapping[str, Any],
     ):
         folder = folder.absolute()  # the program may change its own later
-        self._ring_path = ring_path(folder, channel, rank)
-        self._text_path = calls_path(folder, channel, rank)
+        self._ring_path = ring_path(folder, job, channel, rank)
+        self._text_path = calls_path(folder, job, channel, rank)
         self._header = _line(header)
         self._text = -1
         self._made: list[Path] = []
@@ -164,13 +169,8 @@ def _create(path: Path) -> int:
     """Return a new file that is open for reading and writing.
 
     Raises:
-      OSError: something other than a regular file has that name.
+      OSError: something has that name.
     """
-    with contextlib.suppress(FileNotFoundError):
-        if stat.S_ISREG(path.lstat().st_mode):
-            # Files of a former job go; a link, a FIFO or a folder stays, and O_EXCL
-            # refuses it.
-            path.unlink()
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, 0o666)
 

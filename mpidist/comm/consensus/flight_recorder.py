@@ -78,10 +78,11 @@ class Recorder:
     Args:
       channel: the number of the communicator, the same on all ranks.
       comm: the communicator.
+      job: a number that is the same on all ranks, and another one in other jobs.
     """
 
-    def __init__(self, channel: int, comm: MPI.Intracomm):
-        self.channel, self._rank = channel, comm.Get_rank()
+    def __init__(self, channel: int, comm: MPI.Intracomm, job: int):
+        self.channel, self._rank, self.job = channel, comm.Get_rank(), job
         self.counters = Counters()
         self._kinds: dict[Any, tuple[int, Operation]] = {}
         self._made = 0  # kinds, of which the last are known
@@ -111,6 +112,7 @@ class Recorder:
         world = comm.group.Translate_ranks(None, MPI.COMM_WORLD.group)
         header = {
             "format": FORMAT,
+            "job": self.job,
             "channel": self.channel,
             "rank": self._rank,
             "members": list(world),
@@ -119,7 +121,8 @@ class Recorder:
             "monotonic_ns": time.monotonic_ns(),
             "time": time.time(),
         }
-        return FlightFiles(folder, self.channel, MPI.COMM_WORLD.Get_rank(), header)
+        rank = MPI.COMM_WORLD.Get_rank()
+        return FlightFiles(folder, self.job, self.channel, rank, header)
 
     def _warn(self, error: Exception) -> None:
         warn(

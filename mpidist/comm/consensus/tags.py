@@ -21,4 +21,5 @@ class Tag(enum.IntEnum):
     RING = 6  # `transports.ring`, between nodes
     RING_IN_NODE = 7
     PIECE = 9  # `transports.mpi`: of large arrays, from each rank to each
+    MEETING = 8  # `consensus.waiting`: at the end of the program
     CLOCK = 10  # `monitor.timeline`

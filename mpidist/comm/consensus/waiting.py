@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -146,6 +146,36 @@ class Departures:
             assert self._found is not None
             kind = DeadlineError if self._found[0] == "1" else CollectiveError
             raise kind(f"this strategy cannot communicate any more: {reason}")
+
+    def meet(self, seconds: float) -> bool:
+        """Return whether all ranks have come here, in this time. Collective.
+
+        It needs no agreement: also after ranks have left collectives by errors.
+        """
+        end = time.monotonic() + seconds
+        others = range(1, self._comm.Get_size())
+        if self._comm.Get_rank() > 0:
+            self._send_meeting([0])
+            return self._receive_meeting(0, end)
+        if not all(self._receive_meeting(rank, end) for rank in others):
+            return False
+        self._send_meeting(others)
+        return True
+
+    def _send_meeting(self, ranks: Sequence[int]) -> None:
+        requests = [self._comm.Isend(self.channel, rank, Tag.MEETING) for rank in ranks]
+        self._sent.append((self.channel, requests))
+
+    def _receive_meeting(self, rank: int, end: float) -> bool:
+        data = np.empty_like(self.channel)
+        while time.monotonic() < end:
+            if (message := self._comm.Improbe(rank, Tag.MEETING)) is None:
+                time.sleep(_PAUSE_SECONDS)
+                continue
+            message.Recv(data)
+            if np.array_equal(data, self.channel):
+                return True
+        return False
 
     def send_announcement(self, data: Any) -> None:
         """Send where ranks wait, see `RollCall`. Any thread."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from mpidist._version import __version__
 from mpidist.errors import LaunchError
-from mpidist.launch.launchers import HYDRA, find_launcher
+from mpidist.launch.launchers import HYDRA, differs_by_rank, find_launcher
 from mpidist.tools.doctor.paths import LOCKING
 from mpidist.tools.doctor.rows import (
     FAIL,
@@ -59,8 +59,6 @@ _PREFIXES = ("FI_", "HDF5_", "I_MPI_", "MKL_", "MPICH_", PREFIX, "MPIR_CVAR_", "
              "OMPI_MCA_", "OMP_", "OPENBLAS_", "UCX_")  # fmt: skip
 _NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "MPI4PY_RC_THREAD_LEVEL", "PYTHONHASHSEED",
           "PYTHONOPTIMIZE", "PYTHONPATH")  # fmt: skip
-# Set by launchers, differently on each rank
-_OF_LAUNCHERS = ("OMPI_MCA_ess", "OMPI_MCA_orte", "OMPI_MCA_pmix", "I_MPI_INFO")
 _SHOWN_LETTERS = 60
 _MAY_DIFFER = (BANNER.name, LOG.name)  # they change only the output of a rank
 _LOCKING_VALUES = ("TRUE", "1", "FALSE", "0", "BEST_EFFORT")
@@ -148,6 +146,9 @@ def check_gpus() -> list[Row]:
         remedy = "install the same CuPy and driver on all nodes"
         return [Row(OK, found), Row(OK, cuda, remedy, "CUDA", unlike=WARN)]
     why = "CuPy sees none" if is_installed else "CuPy is not installed"
+    if binding.cuda_errors:
+        remedy = "see what nvidia-smi says; the driver must be as new as CuPy's CUDA"
+        return [Row(WARN, f"{why}: {', '.join(binding.cuda_errors)}", remedy)]
     if any(Path(path).exists() for path in _GPU_DEVICES):
         remedy += ", and check that CUDA_VISIBLE_DEVICES is not empty"
         return [Row(WARN, f"there is an NVIDIA driver, but {why}", remedy)]
@@ -165,7 +166,8 @@ LOCAL_CHECKS: dict[str, tuple[Any, ...]] = {
 
 def is_hydra() -> bool:
     """Return whether MPICH's mpirun, or one like it, started this process."""
-    return "PMI_FD" in os.environ and HYDRA in os.environ
+    started = find_launcher(os.environ)
+    return started is not None and started.launcher is HYDRA
 
 
 def check_launcher(size: int, environ: Mapping[str, str], error: str) -> Row:
@@ -181,16 +183,14 @@ def check_launcher(size: int, environ: Mapping[str, str], error: str) -> Row:
     if started is None:
         some = f"{sees}, by a launcher that does not say how many"
         return Row(OK, some if size > 1 else "one process, without a launcher")
-    says = f"{started.launcher} started {started.processes}"
-    says += f" ({started.variable}={started.processes})"
     if error:
-        return Row(FAIL, f"{sees}; {says}", error)
+        return Row(FAIL, f"{sees}; {started}", error)
     if started.processes == size:
-        return Row(OK, f"{sees}; {says}")
+        return Row(OK, f"{sees}; {started}")
     remedy = "unset variables left by another launcher, or restart the job"
     if size == 1 and ALLOW_SINGLETON.read_or_default(environ):
         remedy = f"{ALLOW_SINGLETON.name}=1 allows that; unset it if not intended"
-    return Row(WARN, f"{sees}; {says}", remedy)
+    return Row(WARN, f"{sees}; {started}", remedy)
 
 
 def check_thread_level(level: int) -> Row:
@@ -296,7 +296,7 @@ def find_facts(environ: Mapping[str, str]) -> RankFacts:
             name: value
             for name, value in environ.items()
             if name in _NAMES
-            or (name.startswith(_PREFIXES) and not name.startswith(_OF_LAUNCHERS))
+            or (name.startswith(_PREFIXES) and not differs_by_rank(name))
         },
         platform.node(),
         cores,

@@ -1,8 +1,8 @@
 """Child processes in which checks run, so that a check can crash or hang safely.
 
 A file system whose server is down blocks a process for ever, and a broken driver ends
-it. So each such check is a function call in a Python process of its own, started by
-`python -m mpidist doctor --child`, whose stdin is a socket. On that the child receives
+it. So each such check is a function call in a Python process of its own, whose stdin is
+a socket. On that the child receives
 the call, and sends messages `(kind, value)`: ("step", text) says what it does next, in
 case that it blocks; the last one is ("result", value). Then it waits for the socket to
 be closed, as it may hold locks for that long.
@@ -22,8 +22,10 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+from mpidist.launch.commands import python_child
 from mpidist.tools.doctor.rows import Failure, Row, as_rows, describe_error
 
+_CODE = "from mpidist.tools.doctor import children; children.serve()"
 # In a child: what the check has to undo at the end, and its socket
 cleanups = contextlib.ExitStack()
 _socket: Connection[Any, Any] | None = None
@@ -52,7 +54,7 @@ class Child:
         # Libraries that load MPI must not start it
         others = {} if is_rank else {"MPI4PY_RC_INITIALIZE": "false"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mpidist", "doctor", "--child"],
+            python_child(_CODE, "doctor"),
             env={**os.environ, **others},
             stdin=theirs.fileno(),
             stdout=2,
@@ -192,6 +194,7 @@ def receive() -> Any:
 def serve() -> NoReturn:
     """Receive a call, run it, and send its result: the main program of a child."""
     global _socket
+    sys.argv[0] = "mpidist"  # for advice: how to start the doctor
     try:
         # Keep stdin for messages, and what libraries print out of them
         _socket = Connection(os.dup(0))

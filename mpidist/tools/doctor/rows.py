@@ -120,8 +120,14 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def _without_needless(rows: Iterable[Row]) -> list[Row]:
+    """Return rows of which those that are OK have no remedy."""
+    return [row if row.status else row._replace(remedy="") for row in rows]
+
+
 def to_text(rows: Sequence[Row]) -> str:
     """Return a table: status, subject, observation, and the remedy below."""
+    rows = _without_needless(rows)
     names = [printable(row.what) for row in rows]
     name_width = min(max(map(len, names)), _NAME_WIDTH)
     left = " " * (6 + name_width + 2)
@@ -149,7 +155,7 @@ def to_json(rows: Sequence[Row], ranks: int | None) -> str:
     """Return one JSON object; `ranks` is None if MPI did not start."""
     findings = [
         {"status": status.name, "what": what, "found": found, "remedy": remedy}
-        for status, found, remedy, what, _ in rows
+        for status, found, remedy, what, _ in _without_needless(rows)
     ]
     report = {"mpidist": __version__, "ranks": ranks, "status": worst(rows).name}
     return json.dumps({**report, "findings": findings}, indent=1)

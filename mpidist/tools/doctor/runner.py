@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from mpidist.launch.launchers import NO_MPI, is_silent
+from mpidist.launch.launchers import NO_MPI, OPEN_MPI, has_pmix, is_silent
 from mpidist.tools.doctor import checks
 from mpidist.tools.doctor.children import Child, run_named
 from mpidist.tools.doctor.paths import try_alone
@@ -120,7 +120,7 @@ class _Runner:
                 status = self._follow(children.enter_context(child))
             except EOFError as error:
                 self.fail(str(error))
-                is_job_ending = "PMIX_RANK" in os.environ  # Open MPI's mpirun ends it
+                is_job_ending = has_pmix(os.environ)  # Open MPI's mpirun ends it
         if self._stage == _STARTING and self._prints() and not is_job_ending:
             memory = {"memory": (checks.check_memory, 1)}
             self._rows += run_named(memory, self._seconds)
@@ -159,8 +159,7 @@ class _Runner:
                     os._exit(value)
             else:
                 if isinstance(value, Failure):
-                    no_mpi = f"{NO_MPI}; the loader must find libmpi (LD_LIBRARY_PATH)"
-                    self.fail(value, no_mpi if self._stage == _STARTING else "")
+                    self.fail(*_split(value) if self._stage == _STARTING else (value,))
                 return status
 
     def fail(self, found: str, remedy: str = "") -> None:
@@ -206,7 +205,7 @@ class _Runner:
         It does so when a process ends without finalizing MPI; Open MPI's also if that
         has not started MPI, but others have.
         """
-        if self._rank is not None or "OMPI_COMM_WORLD_SIZE" in os.environ:
+        if self._rank is not None or OPEN_MPI.is_here(os.environ):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_LINGERING * self._seconds)
 
@@ -228,6 +227,14 @@ class _Runner:
             status = 1
         self._printed_status = status
         return status
+
+
+def _split(failure: str) -> tuple[str, str]:
+    """Return why MPI did not start, and the remedy, which a LaunchError has in it."""
+    found, _, remedy = failure.partition("; start the job with ")
+    if remedy:
+        return f"{found}.", f"start the job with {remedy}"
+    return failure, f"{NO_MPI}; the loader must find libmpi (LD_LIBRARY_PATH)"
 
 
 def _examine_ranks(*arguments: Any) -> None:

@@ -3,9 +3,9 @@
 import json
 import os
 import shutil
-import stat
 import subprocess
 import sys
+import time
 
 import launching
 import numpy as np
@@ -56,8 +56,15 @@ def consensus(dumps, consensus):
 
 
 def own_paths(folder, consensus):
-    channel, rank = consensus.recorder.channel, mpidist_rank()
-    return ring_path(folder, channel, rank), calls_path(folder, channel, rank)
+    recorder = consensus.recorder
+    names = folder, recorder.job, recorder.channel, mpidist_rank()
+    return ring_path(*names), calls_path(*names)
+
+
+def next_paths(comm, folder):
+    job, channel = (comm.allreduce(n, max) for n in (Consensus.job, Consensus.made))
+    names = folder, job, channel, mpidist_rank()
+    return ring_path(*names), calls_path(*names)
 
 
 def mpidist_rank():
@@ -100,15 +107,16 @@ def test_a_full_file_system_does_not_end_the_job(comm, tmp_path, kilobytes):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("what", ["link", "fifo", "folder"])
-@pytest.mark.parametrize("which", [ring_path, calls_path])
-def test_what_is_no_file_is_not_opened(comm, dumps, tmp_path, what, which):
-    """Whoever can write into the folder knows the names beforehand."""
+@pytest.mark.parametrize("what", ["link", "fifo", "folder", "file"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_what_is_there_is_not_opened(comm, dumps, tmp_path, what, which):
+    """Others may write into the folder."""
     target = tmp_path / f"target-{comm.rank}"
     target.write_text("precious")
-    channel = comm.allreduce(Consensus.made, max)
-    path = which(dumps, channel, mpidist_rank())
-    if what == "link":
+    path = next_paths(comm, dumps)[which]
+    if what == "file":
+        path.write_text("of somebody")
+    elif what == "link":
         path.symlink_to(target)
     elif what == "fifo":
         os.mkfifo(path)
@@ -124,25 +132,34 @@ def test_what_is_no_file_is_not_opened(comm, dumps, tmp_path, what, which):
     assert len(list(dumps.glob(f"*{mpidist_rank():05}*"))) == 1  # what was there
 
 
-@pytest.mark.mpi(min_size=2)
-def test_files_of_a_former_job_are_replaced(comm, dumps):
-    channel = comm.allreduce(Consensus.made, max)
-    former = [path(dumps, channel, mpidist_rank()) for path in (ring_path, calls_path)]
-    kept = []
-    for path in former:
-        path.write_text("former")
-        kept.append(path.open())
-    duplicate = comm.Dup()
-    consensus = Consensus(duplicate)
-    consensus.require_same("a call")
-    assert own_paths(dumps, consensus) == tuple(former)
-    for path, file in zip(former, kept, strict=True):
-        assert file.read() == "former"  # another process may still have it mapped
-        assert not path.read_bytes().startswith(b"former")
-        assert stat.S_ISREG(path.stat().st_mode)
-        file.close()
-    consensus.close()
-    duplicate.Free()
+TWO_JOBS = """
+import os, pathlib, signal, sys, time
+import mpidist
+strategy = mpidist.MirroredStrategy(["CPU:0"])
+strategy.reduce("SUM", 1.0)
+(pathlib.Path(sys.argv[2]) / f"{sys.argv[1]}-{strategy.rank}").touch()
+while not (pathlib.Path(sys.argv[2]) / f"go-{sys.argv[1]}").exists():
+    time.sleep(0.01)
+if sys.argv[1] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_jobs_with_one_folder_leave_each_others_files(tmp_path):
+    """The files of a job that is killed stay, if another one ends well meanwhile."""
+    jobs, environ = {}, launching.clean_environment()
+    environ["MPIDIST_DUMPS"] = str(tmp_path / "dumps")
+    for name in ("well", "killed"):
+        script = [sys.executable, "-c", TWO_JOBS, name, str(tmp_path)]
+        command = [*launching.mpirun_command(2), *script]
+        jobs[name] = subprocess.Popen(command, env=environ)
+        while len(list(tmp_path.glob(f"{name}-?"))) < 2:
+            time.sleep(0.01)
+    for name, job in jobs.items():
+        (tmp_path / f"go-{name}").touch()
+        assert (job.wait(600) == 0) == (name == "well")
+    lines, _ = compare(read_flights([tmp_path / "dumps"]))
+    assert lines[0] == "communicator 0, 2 ranks:"
 
 
 @pytest.mark.mpi(min_size=2)

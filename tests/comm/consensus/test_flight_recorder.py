@@ -196,8 +196,8 @@ def test_nothing_is_left_by_a_job_that_ends_well(mpirun, tmp_path):
 @pytest.fixture
 def dumps(tmp_path):
     """What two ranks did in 30 calls, all alike."""
-    header = {"format": FORMAT, "channel": 0, "members": [0, 1], "host": "h", "pid": 1}
-    header |= {"monotonic_ns": 0, "time": 0.0}
+    header = {"format": FORMAT, "job": 7, "channel": 0, "members": [0, 1], "host": "h"}
+    header |= {"pid": 1, "monotonic_ns": 0, "time": 0.0}
     import json
 
     for rank in range(2):
@@ -206,16 +206,16 @@ def dumps(tmp_path):
             for n, op in enumerate("xy")
         ]
         lines = [json.dumps(line) for line in ({**header, "rank": rank}, *kinds)]
-        calls_path(tmp_path, 0, rank).write_text("\n".join(lines) + "\n")
+        calls_path(tmp_path, 7, 0, rank).write_text("\n".join(lines) + "\n")
         ring = np.zeros((CALLS, WORDS), np.int64)
         for n in range(30):
             ring[n] = n + 1, n % 2, 1000 + n, 2000 + n, -1
-        ring.tofile(ring_path(tmp_path, 0, rank))
+        ring.tofile(ring_path(tmp_path, 7, 0, rank))
     return tmp_path
 
 
 def change_ring(dumps, rank, row, values):
-    path = ring_path(dumps, 0, rank)
+    path = ring_path(dumps, 7, 0, rank)
     ring = np.fromfile(path, np.int64).reshape(CALLS, WORDS)
     ring[row] = values
     ring.tofile(path)
@@ -245,8 +245,23 @@ def test_ranks_that_are_behind_are_named(dumps, capsys):
     assert "30, y at a.py:1, not ended on rank 0; 29, x at a.py:1, ended on ra" in out
 
 
+def test_of_several_jobs_the_last_is_compared(dumps, capsys):
+    """Jobs may have one folder: each has files of its own there."""
+    for rank, time_of_job in ((0, 5.0), (1, 5.0)):
+        text = calls_path(dumps, 7, 0, rank).read_text()
+        other = text.replace('"job": 7', '"job": 8').replace("0.0", f"{time_of_job}")
+        calls_path(dumps, 8, 0, rank).write_text(other)
+        ring = ring_path(dumps, 7, 0, rank).read_bytes()
+        ring_path(dumps, 8, 0, rank).write_bytes(ring)
+    change_ring(dumps, 1, 12, (13, 1, 5, 6, -1))  # of the first job
+    assert main(["diff", str(dumps)]) == 0
+    assert "the last of 2 jobs, in *-job-0000000000000008.jsonl" in (
+        capsys.readouterr().out
+    )
+
+
 def test_ranks_without_a_dump_are_named(dumps, capsys):
-    calls_path(dumps, 0, 1).unlink()
+    calls_path(dumps, 7, 0, 1).unlink()
     assert main(["diff", str(dumps)]) == 1
     assert "no dump of rank 1" in capsys.readouterr().out
 
@@ -273,7 +288,9 @@ def test_the_command_needs_no_mpi(dumps):
 @given(st.data())
 def test_damaged_dumps_are_errors_that_name_the_file(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("damaged")
-    header = b'{"format": 2, "channel": 0, "rank": 0, "members": [0], "time": 1.0,'
+    header = (
+        b'{"format": 3, "job": 7, "channel": 0, "rank": 0, "members": [0], "time": 1.0,'
+    )
     header += b' "monotonic_ns": 5}\n{"kind": 0, "operation": "x", "site": "s",'
     header += b' "agreed": {}, "digest": 0}\n'
     text, ring = bytearray(header), bytearray(RING_BYTES)
@@ -282,8 +299,8 @@ def test_damaged_dumps_are_errors_that_name_the_file(tmp_path_factory, data):
         for _ in range(data.draw(st.integers(0, 3))):
             target[data.draw(st.integers(0, 130))] = data.draw(st.integers(0, 255))
     cut = data.draw(st.integers(0, len(ring)))
-    calls_path(folder, 0, 0).write_bytes(text)
-    ring_path(folder, 0, 0).write_bytes(ring[:cut])
+    calls_path(folder, 7, 0, 0).write_bytes(text)
+    ring_path(folder, 7, 0, 0).write_bytes(ring[:cut])
     with contextlib.suppress(DamagedError):
         try:
             lines, _ = compare(read_flights([folder]))
