@@ -10,7 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from mpidist.errors import ArgumentError, ArgumentTypeError
-from mpidist.jax.collectives import all_reduce, has_collective, is_traced
+from mpidist.jax.collectives import (
+    all_reduce,
+    as_leaves,
+    has_collective,
+    is_traced,
+    mean_dtype,
+)
 from mpidist.jax.runtime import checked, find_strategy
 from mpidist.options import CommunicationOptions
 from mpidist.util import validation
@@ -150,26 +156,22 @@ def mean_over_rows(
     """
     call = "mpidist.jax.mean_over_rows"
     strategy = find_strategy(strategy, call)
-    sums, count, dtypes = checked(strategy, call, lambda: _sums(values, rows))
+    sums, count, dtypes = checked(strategy, call, lambda: _sums(values, rows, call))
     sums, total = all_reduce("SUM", (sums, count), options, strategy=strategy)
     return jax.tree.map(
         lambda x, dtype: (x / total.astype(x.dtype)).astype(dtype), sums, dtypes
     )
 
 
-def _sums(means: Any, rows: Any) -> tuple[Any, Any, Any]:
+def _sums(means: Any, rows: Any, call: str) -> tuple[Any, Any, Any]:
     """Return sums over rows, the number of rows, and the dtypes of means."""
-
-    def dtype_of(mean: Any) -> Any:
-        is_exact = not jnp.issubdtype(mean.dtype, jnp.inexact)
-        return jnp.result_type(float) if is_exact else mean.dtype
 
     def sum_of(mean: Any, dtype: Any) -> Any:
         wide = jnp.promote_types(dtype, jnp.float32)  # 16 bits would overflow
         return jnp.where(count > 0, mean.astype(wide) * count.astype(wide), 0)
 
-    means = jax.tree.map(jnp.asarray, means)
-    dtypes = jax.tree.map(dtype_of, means)
+    means = jax.tree.map(lambda mean: as_leaves([mean], call)[0], means)
+    dtypes = jax.tree.map(lambda mean: mean_dtype(mean.dtype), means)
     # float64 for means of that: float32 counts up to 2**24
     count = jnp.asarray(rows, jnp.result_type(float))
     return jax.tree.map(sum_of, means, dtypes), count, dtypes

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from mpidist.util.dtypes import is_integer
+
 # A block should fit in the cache, but each block costs a microsecond per column
 _BLOCK_ITEMS, _BLOCK_ROWS = 1 << 16, 128
 _LIMB_BITS = 32
@@ -136,7 +138,7 @@ def exact_parts(rows: Any) -> Iterator[Part]:
       rows: finite numbers or integers of shape (rows, columns).
     """
     for block in _blocks(rows):
-        if block.dtype.kind in "iu":
+        if is_integer(block.dtype):
             yield from _halves(block)
             continue
         block = block.astype(np.float64)
@@ -151,7 +153,7 @@ def exact_parts(rows: Any) -> Iterator[Part]:
 def exact_squares(rows: Any) -> Iterator[Part]:
     """Yield float64 arrays with the sum of the squares; see `exact_parts`."""
     for block in _blocks(rows):
-        if block.dtype.kind in "iu":
+        if is_integer(block.dtype):
             yield from _squares_of_integers(block)
         elif block.dtype.itemsize < 8:
             block = block.astype(np.float64)

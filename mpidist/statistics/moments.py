@@ -12,7 +12,6 @@ import numpy as np
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.data.dataset import require_end
 from mpidist.data.distributed.datasets import DistributedDataset
-from mpidist.device import arrays
 from mpidist.errors import ArgumentError
 from mpidist.statistics.exact_sums import (
     ExactSums,
@@ -21,7 +20,8 @@ from mpidist.statistics.exact_sums import (
     ratio,
 )
 from mpidist.statistics.statistic import Statistic, host_rows
-from mpidist.util import nest, serialization, validation
+from mpidist.util import nest, validation
+from mpidist.util.dtypes import accumulator_dtype, digits, dtype_of
 from mpidist.values import select_replica
 
 if TYPE_CHECKING:
@@ -119,10 +119,9 @@ class Moments(Statistic):
             return
         self._count += len(rows)
         flat = rows.reshape(len(rows), -1)
-        flat = flat.view(np.uint8) if flat.dtype.kind == "b" else flat
-        if arrays.is_floating(flat.dtype):
-            if flat.dtype.itemsize == 2:
-                flat = flat.astype(np.float32)
+        flat = flat.view(np.uint8) if flat.dtype == np.bool_ else flat
+        if digits(flat.dtype):
+            flat = flat.astype(_wide(flat.dtype), copy=False)
             is_finite = np.isfinite(flat)
             if not is_finite.all():
                 self._count_others(flat)
@@ -139,7 +138,7 @@ class Moments(Statistic):
         self._sums, self._squares = ExactSums(columns), ExactSums(columns)
         self._others = np.zeros((3, columns), np.int64)
         number = _wide(dtype)
-        if number.kind == "f":
+        if digits(number):
             least, most = -np.inf, np.inf
         else:
             least, most = np.iinfo(number).min, np.iinfo(number).max
@@ -148,7 +147,7 @@ class Moments(Statistic):
 
     def _widen(self, flat: Any) -> None:
         least, most = flat.min(axis=0), flat.max(axis=0)
-        if flat.dtype.kind == "f":
+        if digits(flat.dtype):
             # Signs of zeros and bits of nan would depend on the order of the rows
             least, most = (
                 np.where(np.isnan(each), np.nan, each + 0) for each in (least, most)
@@ -190,7 +189,7 @@ class Moments(Statistic):
         dtype, _, shape = kind.partition("[")
         sizes = [int(size) for size in shape[:-1].split(",") if size]
         # A rank without rows does not know their dtype and shape
-        whole._begin(serialization.dtype_of(dtype), tuple(sizes))
+        whole._begin(dtype_of(dtype), tuple(sizes))
         mine = self if self._dtype is not None else whole
         limbs = []
         for i, sums in ((0, mine._sums), (2, mine._squares)):
@@ -287,9 +286,7 @@ class Moments(Statistic):
     def _from_state(self, state: Mapping[str, Any]) -> None:
         if "dtype" not in state:
             return
-        self._begin(
-            serialization.dtype_of(state["dtype"]), tuple(map(int, state["shape"]))
-        )
+        self._begin(dtype_of(state["dtype"]), tuple(map(int, state["shape"])))
         self._sums, self._squares = (
             ExactSums.from_limbs(state[name], int(state[f"{name}_exponent"]))
             for name in ("sums", "squares")
@@ -300,10 +297,7 @@ class Moments(Statistic):
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype in which minimum and maximum are stored."""
-    if dtype.kind == "b":
-        return np.dtype(np.uint8)
-    is_half = arrays.is_floating(dtype) and dtype.itemsize == 2
-    return np.dtype(np.float32) if is_half else dtype
+    return np.dtype(np.uint8) if dtype == np.bool_ else accumulator_dtype(dtype)
 
 
 def describe(strategy: Strategy, rows: Any, ddof: int = 0) -> Any:

@@ -15,7 +15,8 @@ from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import CommunicationOptions
 from mpidist.util import validation
-from mpidist.util.serialization import decode, dtype_of, encode, text_of
+from mpidist.util.dtypes import dtype_of, text_of
+from mpidist.util.serialization import decode, encode
 
 _DEFAULT = CommunicationOptions()
 _TAKEN = (
