@@ -851,10 +851,7 @@ def original_dtype(
     Raises:
       ValueError: an unknown dtype, or one that does not match the stored one.
     """
-    if _NUMPY_TEXT.fullmatch(text):
-        dtype = np.dtype(text)
-    else:
-        dtype = foreign(text)
+    dtype = np.dtype(text) if _NUMPY_TEXT.fullmatch(text) else foreign(text)
     expected = storage(dtype)
     if expected is None or expected.dtype != stored:
         raise ValueError(f"dtype {text!r} is not stored as {stored}")

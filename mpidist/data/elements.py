@@ -276,7 +276,8 @@ def _join_leaves(
             f"{' and '.join(sorted(texts))} in different elements; convert it with "
             "map(), for example by np.float32(value)"
         )
-        if _is_strict.get() or not all(map(is_real, dtypes)):
+        are_numbers = np.dtype(bool) not in dtypes and all(map(is_real, dtypes))
+        if _is_strict.get() or not are_numbers:
             raise DataError(reason)
         _warn_once(f"{reason}. (In a distributed dataset this is an error)")
     try:

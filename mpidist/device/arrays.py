@@ -110,11 +110,7 @@ def find_meaning(value: Any) -> str:
     """
     kind = type(value)
     if kind in (list, tuple):
-        kinds = set(map(type, value))
-        firsts = [next(x for x in value if type(x) is k) for k in kinds - _NUMBERS]
-        if kinds & {list, tuple}:
-            firsts = [x for x in value if type(x) not in _NUMBERS]
-        return next(filter(None, map(find_meaning, firsts)), "")
+        return next(filter(None, map(_meaning_of_item, _tell_apart(value))), "")
     if isinstance(value, np.ma.MaskedArray):
         return "is a masked array, whose mask would be lost; fill it first"
     if kind in _PLAIN or not (isinstance(value, np.ndarray) or _has_unit(value)):
@@ -125,10 +121,26 @@ def find_meaning(value: Any) -> str:
     )
 
 
+def _tell_apart(items: Any) -> list[Any]:
+    """Return the items that may have a meaning; one of each type is enough."""
+    kinds = set(map(type, items)) - _NUMBERS
+    if kinds & {list, tuple}:
+        return [item for item in items if type(item) not in _NUMBERS]
+    return [next(item for item in items if type(item) is kind) for kind in kinds]
+
+
+def _meaning_of_item(item: Any) -> str:
+    meaning, kind = find_meaning(item), type(item)
+    is_wrapper = hasattr(kind, "__array__") and not hasattr(kind, "__dlpack__")
+    if meaning or not is_wrapper or isinstance(item, np.generic):
+        return meaning
+    return find_meaning(np.asanyarray(item))
+
+
 def _has_unit(value: Any) -> bool:
     """Return whether another library's array, or what it wraps, has a unit."""
     kind = type(value)
-    if not hasattr(kind, "__array__") or isinstance(value, np.generic):
+    if not hasattr(kind, "__array__") or hasattr(kind, "__dlpack__"):
         return False
     # Of classes: attributes of a frame or a series may be its columns or rows
     if hasattr(kind, "units") or hasattr(type(getattr(value, "dtype", 0)), "units"):

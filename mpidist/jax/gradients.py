@@ -19,7 +19,7 @@ from mpidist.jax.collectives import (
 )
 from mpidist.jax.runtime import checked, find_strategy
 from mpidist.options import CommunicationOptions
-from mpidist.util import validation
+from mpidist.util import logs, validation
 
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
@@ -31,6 +31,7 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     batch_argnums: int | Sequence[int] | None = None,
+    reduction: str = "mean",
     strategy: Strategy | None = None,
     options: CommunicationOptions | None = None,
 ) -> Callable[..., Any]:
@@ -40,7 +41,9 @@ def value_and_grad(
     or if `fun` makes collectives, one more to learn the number of all rows. `fun`
     returns the mean over this replica's rows. The results are means over the rows of
     all replicas, weighted by their numbers of rows. Replicas without rows contribute
-    nothing, even if `fun` returns nan there.
+    nothing, even if `fun` returns nan there. For a `fun` that returns a sum, such as
+    one divided by the size of the global batch, pass `reduction="sum"`: else the
+    gradient is too small by the number of replicas.
 
     Args:
       fun: as in `jax.value_and_grad`; it may use collectives of mpidist.jax.
@@ -50,6 +53,8 @@ def value_and_grad(
       batch_argnums: which positional arguments have rows, along their first dimension;
         by default all that are not in `argnums`. With () no argument has rows, and all
         replicas have the same weight.
+      reduction: "mean", or "sum" if `fun` returns a sum over this replica's rows, as in
+        TensorFlow: then the results are the sums over all replicas.
       strategy: by default the current one when the function is called (inside `jit`:
         traced).
       options: see `CommunicationOptions`.
@@ -58,8 +63,10 @@ def value_and_grad(
       A function like `fun` that returns `(value, gradients)`, or
       `((value, aux), gradients)`.
 
-    Raises, when called: ArgumentError: the arguments with rows have no dimensions, or
-    different numbers of rows. See also `jax.value_and_grad` and `all_reduce`.
+    Raises:
+      ArgumentError: another `reduction`; when called: the arguments with rows have no
+        dimensions, or different numbers of rows. See also `jax.value_and_grad` and
+        `all_reduce`.
 
     Example:
       >>> mean_of = lambda w, x: jnp.mean(w * x)
@@ -71,6 +78,9 @@ def value_and_grad(
     validation.function("fun", fun)
     numbers = _numbers("argnums", argnums)
     batch = None if batch_argnums is None else _numbers("batch_argnums", batch_argnums)
+    if reduction not in ("mean", "sum"):
+        shown = validation.shown(reduction)
+        raise ArgumentError(f"reduction must be 'mean' or 'sum', not {shown}")
 
     @functools.wraps(fun)
     def differentiate(*args: Any, **kwargs: Any) -> Any:
@@ -79,10 +89,21 @@ def value_and_grad(
             return jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)
 
         # `fun` may communicate, so its errors are left to `strategy.run`
-        rows = checked(current, call, lambda: _count_rows(call, args, numbers, batch))
-        weighs = rows is not None and _communicates(fun, args, kwargs, numbers, current)
-        loss = _Loss(fun, argnums, has_aux, rows, options, current)
-        both, aux = (loss.of_weighted if weighs else loss.of_means)(args, kwargs)
+        loss = _Loss(fun, argnums, has_aux, None, options, current)
+        if reduction == "sum":
+            both, aux = loss.of_replicas("SUM", args, kwargs)
+        else:
+            _say_how(call)
+            rows = checked(
+                current, call, lambda: _count_rows(call, args, numbers, batch)
+            )
+            of_rows = loss._replace(rows=rows)
+            weighs = rows is not None and _communicates(
+                fun, args, kwargs, numbers, current
+            )
+            both, aux = (of_rows.of_weighted if weighs else of_rows.of_means)(
+                args, kwargs
+            )
         return ((both[0], aux), both[1]) if has_aux else both
 
     return differentiate
@@ -94,6 +115,7 @@ def grad(
     has_aux: bool = False,
     *,
     batch_argnums: int | Sequence[int] | None = None,
+    reduction: str = "mean",
     strategy: Strategy | None = None,
     options: CommunicationOptions | None = None,
 ) -> Callable[..., Any]:
@@ -112,6 +134,7 @@ def grad(
         argnums,
         has_aux,
         batch_argnums=batch_argnums,
+        reduction=reduction,
         strategy=strategy,
         options=options,
     )
@@ -122,6 +145,14 @@ def grad(
         return (gradients, value[1]) if has_aux else gradients
 
     return differentiate
+
+
+@functools.cache
+def _say_how(call: str) -> None:
+    """Say once how losses are combined, and how sums are."""
+    said = f"{call} takes the mean of the loss over the rows of all replicas"
+    other = "for a loss divided by the rows of all replicas pass reduction='sum'"
+    logs.info("jax", f"{said}; {other}")
 
 
 def mean_over_rows(
@@ -223,12 +254,18 @@ class _Loss(NamedTuple):
         value, aux = value if self.has_aux else (value, None)
         return (value, gradients), aux
 
-    def of_means(self, args: Any, kwargs: Any) -> Any:
-        """Return the mean of the replicas' values and gradients. Collective."""
+    def of_replicas(self, op: str, args: Any, kwargs: Any) -> Any:
+        """Return the reduction of the replicas' values and gradients. Collective."""
         both, aux = self.differentiate(args, kwargs)
         more: Any = {"options": self.options, "strategy": self.strategy}
+        return all_reduce(op, both, **more), aux
+
+    def of_means(self, args: Any, kwargs: Any) -> Any:
+        """Return the mean over the rows of all replicas. Collective."""
         if self.rows is None:
-            return all_reduce("MEAN", both, **more), aux
+            return self.of_replicas("MEAN", args, kwargs)
+        both, aux = self.differentiate(args, kwargs)
+        more: Any = {"options": self.options, "strategy": self.strategy}
         return mean_over_rows(both, self.rows, **more), aux
 
     def of_weighted(self, args: Any, kwargs: Any) -> Any:

@@ -200,7 +200,7 @@ class DatasetOrder:
                 fits = value.ndim == 0 and np.array_equal(
                     filled, value, equal_nan=digits(value.dtype) > 0
                 )
-            except (TypeError, ValueError, OverflowError):
+            except (DataError, TypeError, ValueError, OverflowError):
                 fits = False
             if not fits:
                 raise ArgumentError(

@@ -46,7 +46,7 @@ from mpidist.options import ReduceOp, VariableAggregation, VariableSynchronizati
 from mpidist.strategy import assignment
 from mpidist.strategy.assignment import batch_indices, row_indices
 from mpidist.util import nest, validation
-from mpidist.util.dtypes import is_floating, is_integer, traits
+from mpidist.util.dtypes import accumulator_dtype, is_floating, is_integer, traits
 from mpidist.values import (
     ArrayView,
     DistributedValues,
@@ -519,6 +519,7 @@ class Variable(ArrayView, DistributedValues):
                 "the copies could become unequal; create it with an aggregation, or "
                 "change it with merge_call and extended.update"
             )
+        accumulator_dtype(self.dtype, self._name)
         raise ArgumentError(
             f"{call} in replica context is refused: it has dtype {self.dtype.name}, "
             "which cannot hold a MEAN; use a floating dtype or another aggregation"

@@ -24,8 +24,8 @@ class Traits(NamedTuple):
     """What can be done with the values of a dtype.
 
     Args:
-      family: "bool", "integer", "float", "complex", "date", "duration", "bytes", "text" (of fixed
-        width), "raw", "fields", "string" (of any length), "object" or "unknown".
+      family: "bool", "integer", "float", "complex", "date", "duration", "bytes", "text"
+        (of fixed width), "string" (of any), "raw", "fields", "object" or "unknown".
       is_summed: whether they can be summed.
       wide: in which they are summed; None for their own dtype.
       stored: of the integers that hold their bytes in HDF5; "" if HDF5 has them itself.

@@ -45,7 +45,9 @@ COMPOUND = {
     "dates": np.dtype([("when", "M8[us]"), ("text", "U2"), ("raw", "V3")]),
     "long double": np.dtype([("g", np.longdouble), ("i", "i1")]),
     "bfloat16 field": np.dtype([("key", "<i4"), ("w", ML["bfloat16"])]),
-    "float8 fields": np.dtype([("w", ML["float8_e5m2"], 2), ("v", ML["float8_e4m3fnuz"])]),
+    "float8 fields": np.dtype(
+        [("w", ML["float8_e5m2"], 2), ("v", ML["float8_e4m3fnuz"])]
+    ),
     "nested int4": np.dtype([("a", [("q", ML["int4"]), ("f", ">f4")])]),
     "float16 and text": np.dtype([("h", "f2"), ("text", ">U3")]),
 }
@@ -79,42 +81,47 @@ DTYPES = {**NATIVE, **ML, **COMPOUND, **OTHERS}
 
 
 def rows(dtype, rank=0, count=4):
-    """Rows of a dtype; small numbers, which it holds."""
+    """Return rows of a dtype: small numbers that it holds, others on each rank."""
     made = np.zeros(count, dtype)
     if dtype.names is not None:
         for place, name in enumerate(dtype.names):
-            field = dtype[name]
-            shape = field.shape
-            part = rows(field.base, rank + place, made[name].size)
-            made[name] = part.reshape(count, *shape)
+            part = rows(dtype[name].base, rank + place, made[name].size)
+            made[name] = part.reshape(made[name].shape)
         return made
     values = _FEW.get(dtype.name, [1, 0, 3, 2])
     values = [values[(rank + i) % len(values)] for i in range(count)]
-    if dtype.kind == "c" or dtype.name in ("complex32", "bcomplex32"):
-        values = [v + 1j for v in values]
     if dtype.kind in "SUTO":
-        values = [f"{v}é"[: 1 if dtype.kind == "S" else 2] for v in values]
-        values = [v.encode() for v in values] if dtype.kind == "S" else values
-    if dtype.kind in "mM":
-        values = np.array(values, "i8").view(f"{dtype.kind}8[s]").tolist() if dtype == np.dtype(dtype.kind+"8[s]") else np.array(values, "i8").astype(dtype).tolist() if dtype.name != "datetime64" else [np.datetime64("NaT")]*count
-    if dtype.kind == "V" and dtype.num == 20:
-        return np.frombuffer(bytes(range(rank, rank + count * dtype.itemsize)), dtype) if dtype.itemsize else made
-    if dtype.itemsize:
-        made[...] = np.array(values).astype(dtype) if dtype.num > 255 and dtype.kind!="T" else values
+        texts = [f"{value}é"[: 1 if dtype.kind == "S" else 2] for value in values]
+        values = [text.encode() for text in texts] if dtype.kind == "S" else texts
+    elif dtype.kind in "mM":
+        values = np.array(values, "i8").view(made.dtype.newbyteorder("="))
+    elif dtype.num == np.dtype("V1").num:
+        values = np.arange(rank, rank + made.nbytes, dtype="u1").view(dtype)
+        return values if made.nbytes else made
+    elif dtype.name.startswith(("complex", "bcomplex")):
+        values = [value + 1j for value in values]
+    # Not from a list: that of a dtype of ml_dtypes need not be known to NumPy
+    is_new = dtype.num > 255 and dtype.kind != "T"
+    made[...] = np.array(values).astype(dtype) if is_new else values
     return made
 
 
 def is_like(got, want):
-    """Whether arrays have one dtype, apart from layout and text, and equal values."""
+    """Return whether arrays have one dtype and equal values.
+
+    The order of bytes, the layout of a compound and the width of text may differ.
+    """
     if not isinstance(got, np.ndarray) or got.shape != want.shape:
         return False
     if want.dtype.names is not None:
-        return got.dtype.names == want.dtype.names and all(is_like(got[name], want[name]) for name in want.dtype.names)
+        return got.dtype.names == want.dtype.names and all(
+            is_like(got[name], want[name]) for name in want.dtype.names
+        )
     if want.dtype.kind in "OTSU":
         return got.dtype.kind in want.dtype.kind + "U" and got.tolist() == want.tolist()
     native = want.dtype.newbyteorder("=")
-    if got.dtype.newbyteorder("=") != native: return False
-    got, want = got.astype(native), want.astype(native)
-    if want.dtype.num > 255 or want.dtype.kind in "mM" or not want.size or not want.itemsize:
-        return got.tobytes() == want.tobytes()
+    if got.dtype.newbyteorder("=") != native:
+        return False
+    if native.num > 255 or native.kind in "mMV":
+        return got.astype(native).tobytes() == want.astype(native).tobytes()
     return bool((got == want).all())

@@ -95,11 +95,11 @@ def _encode(state: State, value: Any) -> tuple[str, list[Any]]:
     inputs: list[Any] = []
 
     def take(leaf: Any, name: str) -> Any:
-        is_plain = type(leaf) in (np.ndarray, np.memmap)
-        if isinstance(leaf, np.ndarray) and not is_plain:
+        arrays.require_plain(leaf, name)
+        if isinstance(leaf, np.recarray):
             raise ArgumentTypeError(
-                f"{name} is a {type(leaf).__qualname__}, which would come back as "
-                "a plain array; pass numpy.asarray of it"
+                f"{name} is a recarray, which would come back as a plain array; pass "
+                "numpy.asarray of it"
             )
         try:
             array = arrays.to_array(leaf, name)
