@@ -113,7 +113,8 @@ def find_meaning(value: Any) -> str:
         return next(filter(None, map(_meaning_of_item, _tell_apart(value))), "")
     if isinstance(value, np.ma.MaskedArray):
         return "is a masked array, whose mask would be lost; fill it first"
-    if kind in _PLAIN or not (isinstance(value, np.ndarray) or _has_unit(value)):
+    is_plain = kind in _PLAIN or kind.__module__.startswith("mpidist.")
+    if is_plain or not (isinstance(value, np.ndarray) or _has_unit(value)):
         return ""
     return (
         f"is a {kind.__module__}.{kind.__qualname__}, not a plain array; what it adds "

@@ -189,6 +189,12 @@ def _shown(kind: tuple[str, str, str]) -> str:
     return f"{name}({settings})" + (f" of rows {rows}" if rows else " without rows")
 
 
+def row_shape(kind: str) -> tuple[int, ...]:
+    """Return the shape of a row at the end of the text of `Statistic._rows_kind`."""
+    sizes = kind[kind.index("[") + 1 : kind.index("]")]
+    return tuple(int(size) for size in sizes.split(",") if size)
+
+
 def host_rows(value: Any, name: str = "rows") -> Any:
     """Return the user's rows of this rank as a NumPy array.
 
