@@ -298,11 +298,11 @@ def leaf_of_array(value: Any, path: Path) -> Leaf:
         raise cannot_save(value, path)  # subclasses, such as enumerations
     try:
         array = value.values[0] if isinstance(value, Mirrored) else value
-        if isinstance(array, np.ndarray):  # with its order of bytes
+        if not isinstance(array, np.ndarray):
+            array = arrays.to_array(array, readable(path))
+        elif type(array) is not np.ndarray:  # others keep their order of bytes
             arrays.require_plain(array, readable(path))
             array = np.asarray(array)
-        else:
-            array = arrays.to_array(array, readable(path))
     except MpidistError as error:
         if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
             raise

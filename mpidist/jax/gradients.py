@@ -78,9 +78,7 @@ def value_and_grad(
     validation.function("fun", fun)
     numbers = _numbers("argnums", argnums)
     batch = None if batch_argnums is None else _numbers("batch_argnums", batch_argnums)
-    if reduction not in ("mean", "sum"):
-        shown = validation.shown(reduction)
-        raise ArgumentError(f"reduction must be 'mean' or 'sum', not {shown}")
+    _require_reduction(reduction)
 
     @functools.wraps(fun)
     def differentiate(*args: Any, **kwargs: Any) -> Any:
@@ -94,16 +92,7 @@ def value_and_grad(
             both, aux = loss.of_replicas("SUM", args, kwargs)
         else:
             _say_how(call)
-            rows = checked(
-                current, call, lambda: _count_rows(call, args, numbers, batch)
-            )
-            of_rows = loss._replace(rows=rows)
-            weighs = rows is not None and _communicates(
-                fun, args, kwargs, numbers, current
-            )
-            both, aux = (of_rows.of_weighted if weighs else of_rows.of_means)(
-                args, kwargs
-            )
+            both, aux = _of_rows(loss, call, args, kwargs, numbers, batch)
         return ((both[0], aux), both[1]) if has_aux else both
 
     return differentiate
@@ -283,6 +272,29 @@ class _Loss(NamedTuple):
                 lambda x: jnp.where(jnp.isnan(x) & (total > 0), 0, x), both
             )
         return all_reduce("SUM", both, **more), aux
+
+
+def _of_rows(
+    loss: _Loss,
+    call: str,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    numbers: Sequence[int],
+    batch: Sequence[int] | None,
+) -> Any:
+    """Return the mean over the rows of all replicas. Collective."""
+    strategy = loss.strategy
+    rows = checked(strategy, call, lambda: _count_rows(call, args, numbers, batch))
+    loss = loss._replace(rows=rows)
+    if rows is not None and _communicates(loss.fun, args, kwargs, numbers, strategy):
+        return loss.of_weighted(args, kwargs)
+    return loss.of_means(args, kwargs)
+
+
+def _require_reduction(reduction: Any) -> None:
+    if reduction not in ("mean", "sum"):
+        shown = validation.shown(reduction)
+        raise ArgumentError(f"reduction must be 'mean' or 'sum', not {shown}")
 
 
 def _weighted(fun: Callable[..., Any], has_aux: bool, weight: Any) -> Any:
