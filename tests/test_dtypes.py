@@ -162,6 +162,12 @@ def of_floats(*functions):
     return want
 
 
+def one(scalar, dtype):
+    made = np.zeros(1, dtype)
+    made[0] = scalar
+    return made
+
+
 def every(parts, rank):
     return np.concatenate(parts)
 
@@ -205,6 +211,16 @@ PATHS = {
     "broadcast_object": Path(
         lambda s, array, _: s.broadcast_object([array, array[:0]])[0], first, SENT
     ),
+    "objects that are scalars": Path(
+        lambda s, array, _: one(s.gather_objects(array[0])[0], array.dtype),
+        lambda parts, rank: parts[0][:1],
+        SENT - {"S3", "U2", ">U2", "S0", "U0"},
+    ),
+    "symmetric_like": Path(
+        lambda s, array, _: s.symmetric_like([array])[0],
+        lambda parts, rank: np.zeros_like(parts[0]),
+        SENT,
+    ),
     "Variable": Path(variable, first, SENT),
     "Variable, MEAN": Path(
         functools.partial(variable, aggregation=Aggregation.MEAN),
@@ -239,7 +255,7 @@ def outcome(strategy, path, array, parts, folder):
     try:
         got = path.act(strategy, array, folder)
     except mpidist.MpidistError as error:
-        names = {str(array.dtype), array.dtype.name}
+        names = {str(array.dtype), array.dtype.name, f"type {type(array[0]).__name__}"}
         if array.dtype.kind != "T":
             names.add(str(array.dtype.newbyteorder("=")))
         is_named = any(name in str(error) for name in names)

@@ -131,18 +131,17 @@ def _tell_apart(items: Any) -> list[Any]:
 
 
 def _meaning_of_item(item: Any) -> str:
-    meaning, kind = find_meaning(item), type(item)
-    is_wrapper = hasattr(kind, "__array__") and not hasattr(kind, "__dlpack__")
-    if meaning or not is_wrapper or isinstance(item, np.generic):
+    meaning = find_meaning(item)
+    if meaning or not _is_wrapper(item):
         return meaning
     return find_meaning(np.asanyarray(item))
 
 
 def _has_unit(value: Any) -> bool:
     """Return whether another library's array, or what it wraps, has a unit."""
-    kind = type(value)
-    if not hasattr(kind, "__array__") or hasattr(kind, "__dlpack__"):
+    if not _is_wrapper(value):
         return False
+    kind = type(value)
     # Of classes: attributes of a frame or a series may be its columns or rows
     if hasattr(kind, "units") or hasattr(type(getattr(value, "dtype", 0)), "units"):
         return True
@@ -150,6 +149,13 @@ def _has_unit(value: Any) -> bool:
         return True  # that of pandas' dates is a part of their dtype
     inner = value.data if hasattr(kind, "data") else value  # as in xarray
     return inner is not value and hasattr(type(inner), "units")
+
+
+def _is_wrapper(value: Any) -> bool:
+    """Return whether a value is of no library of arrays, but becomes an array."""
+    kind = type(value)
+    is_array = hasattr(kind, "__array__") and not hasattr(kind, "__dlpack__")
+    return is_array and not isinstance(value, np.generic)
 
 
 def from_wrapper(value: Any, name: str) -> Any:
