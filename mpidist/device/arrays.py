@@ -23,7 +23,7 @@ from mpidist.values import ArrayView, DistributedValues, local_component
 _PYTHON_NUMBERS = (bool, int, float, complex)
 _NUMBERS = {*_PYTHON_NUMBERS, np.float64, np.float32, np.int64, np.int32, np.bool_}
 # Other subclasses add something that an array lacks: a mask, a unit, another `*`
-_PLAIN = {np.ndarray, np.memmap, np.recarray}
+_PLAIN = {np.ndarray, np.memmap, np.recarray, *_NUMBERS}
 _LONG_DOUBLES = np.longdouble, np.clongdouble
 # How libraries call dtypes of floats: Float64, double[pyarrow], halffloat
 _FLOATS = re.compile(r"(?!.*int)(.*float|double|complex)", re.I)
@@ -109,12 +109,14 @@ def find_meaning(value: Any) -> str:
       value: an object of any type; a list or tuple for its items.
     """
     kind = type(value)
+    if kind in _PLAIN:
+        return ""
     if kind in (list, tuple):
         return next(filter(None, map(_meaning_of_item, _tell_apart(value))), "")
     if isinstance(value, np.ma.MaskedArray):
         return "is a masked array, whose mask would be lost; fill it first"
-    is_plain = kind in _PLAIN or kind.__module__.startswith("mpidist.")
-    if is_plain or not (isinstance(value, np.ndarray) or _has_unit(value)):
+    has_more = isinstance(value, np.ndarray) or _has_unit(value)
+    if not has_more or kind.__module__.startswith("mpidist."):
         return ""
     return (
         f"is a {kind.__module__}.{kind.__qualname__}, not a plain array; what it adds "
@@ -125,6 +127,8 @@ def find_meaning(value: Any) -> str:
 def _tell_apart(items: Any) -> list[Any]:
     """Return the items that may have a meaning; one of each type is enough."""
     kinds = set(map(type, items)) - _NUMBERS
+    if not kinds:
+        return []
     if kinds & {list, tuple}:
         return [item for item in items if type(item) not in _NUMBERS]
     return [next(item for item in items if type(item) is kind) for kind in kinds]
