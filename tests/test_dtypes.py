@@ -289,6 +289,24 @@ def test_every_dtype_gives_the_value_of_numpy_or_an_error_by_name(
     require_usable(strategy)
 
 
+@pytest.mark.parametrize("name", ["int1", "uint2", "int4", "int8", "int16"])
+@pytest.mark.parametrize("value", [70000, -70000, 1.5, np.float32(0.5)])
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_what_a_narrow_integer_does_not_hold_is_refused(strategy, name, value, shape):
+    dtype = ML[name] if name in ML else np.dtype(name)
+    array = np.full(shape, value)
+    with strategy.scope():
+        made = mpidist.Variable(np.zeros(shape).astype(dtype))
+        for new in [array, value] if shape == () else [array]:
+            with pytest.raises(mpidist.DTypeError, match=name):
+                made.assign(new)
+        if abs(value) > 2:
+            with pytest.raises(mpidist.DTypeError, match=name):
+                mpidist.Variable(array, dtype=dtype)
+        made.assign(np.zeros(shape, int))
+    assert made.dtype == dtype
+
+
 class Length(np.ndarray):
     """Lengths with a unit, which NumPy keeps in slices, copies and results."""
 

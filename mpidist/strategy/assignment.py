@@ -33,7 +33,11 @@ def convert(value: Any, local: Any, name: str) -> Any:
     array = arrays.to_tensor(value)
     keeps = is_number and not _loses(value, local.dtype)
     casting: Any = "unsafe" if keeps else "same_kind"
-    if not np.can_cast(array.dtype, local.dtype, casting):
+    fits = np.can_cast(array.dtype, local.dtype, casting)
+    if not keeps and traits(local.dtype).family == "integer":
+        # ml_dtypes calls a cast of floats to its integers one of the same kind
+        fits = fits and traits(array.dtype).family in ("bool", "integer")
+    if not fits:
         raise DTypeError(
             f"a value of dtype {array.dtype.name} cannot be assigned to {name}, which "
             f"has dtype {local.dtype.name}; cast it first"
@@ -46,7 +50,7 @@ def _loses(value: complex, dtype: np.dtype[Any]) -> bool:
     """Return whether a cast of a Python number to `dtype` could change its value."""
     if dtype == np.bool_:
         return value not in (0, 1) or not isinstance(value, int)
-    if not is_integer(dtype):
+    if traits(dtype).family != "integer":
         return isinstance(value, complex) and traits(dtype).family != "complex"
     return not isinstance(value, int)
 

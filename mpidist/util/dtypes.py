@@ -159,11 +159,14 @@ def mean_dtype(dtype: np.dtype[Any], name: str = "value") -> np.dtype[Any]:
 
 def require_range(array: Any, dtype: np.dtype[Any], name: str) -> None:
     """Raise a DTypeError if a cast to an integer `dtype` would wrap around."""
-    if not is_integer(dtype) or not is_real(array.dtype) or not array.size:
+    source, target = traits(array.dtype), traits(dtype)
+    if target.family != "integer" or source.family not in ("integer", "float"):
         return
-    if np.can_cast(array.dtype, dtype):
+    if not array.size or np.can_cast(array.dtype, dtype):
         return
-    limits, least, most = np.iinfo(dtype), array.min(), array.max()
+    wide: Any = array if source.is_native else array.astype(np.float64)
+    iinfo: Any = np.iinfo if target.is_native else _ml_dtypes().iinfo
+    limits, least, most = iinfo(dtype), wide.min(), wide.max()
     if not (least >= limits.min and most <= limits.max):  # also true for NaN
         raise DTypeError(
             f"{name} is {least}..{most}, which does not fit {dtype.name} "
