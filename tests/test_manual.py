@@ -1,5 +1,8 @@
 """What .ci/manual says about pages that are wrong. It says nothing about the others."""
 
+import subprocess
+import sys
+
 import chromium
 import manual_pages
 import pytest
@@ -35,3 +38,19 @@ def test_pages_are_looked_at(tmp_path, capsys, text, said):
             assert start in text
     assert manual_pages.main(tmp_path) == bool(said)
     assert ("2 views, 0 wrong" in capsys.readouterr().out) == (not said)
+
+
+# As docs/conf.py: the reference is the same where these are not installed
+STAND_INS = """
+import importlib, sys
+from sphinx.ext.autodoc.mock import _MockObject, mock
+_MockObject.__setitem__ = lambda *_: None
+with mock(["torch", "jax"]):
+    importlib.import_module(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("room", ["mpidist.torch", "mpidist.jax"])
+def test_the_reference_needs_no_framework(room):
+    pytest.importorskip("sphinx")
+    subprocess.run([sys.executable, "-c", STAND_INS, room], check=True)

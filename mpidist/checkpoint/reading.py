@@ -47,6 +47,7 @@ from mpidist.checkpoint.tree import (
 from mpidist.errors import CheckpointError
 from mpidist.hdf5.index import contiguous_offset
 from mpidist.strategy.extended import StrategyExtended
+from mpidist.util.dtypes import traits
 from mpidist.util.files import read_fully
 
 _GROUP_KINDS = ("dict", "dict of int", "list", "tuple", "ranks")
@@ -321,7 +322,10 @@ def _dtype_and_shape(
     """Return the dtype and shape of the array that the dataset stores."""
     if dataset.shape is None:
         return np.dtype(np.uint8), (0,)
-    if LEAF_KINDS[dataset.attrs["kind"]].is_text and dataset.dtype.kind == "S":
+    if (
+        LEAF_KINDS[dataset.attrs["kind"]].is_text
+        and traits(dataset.dtype).family == "bytes"
+    ):
         return np.dtype(np.uint8), (dataset.dtype.itemsize,)
     return _original(dataset, dataset.dtype, dataset.shape)
 

@@ -55,6 +55,7 @@ from mpidist.options import VariableAggregation
 from mpidist.strategy.assignment import share
 from mpidist.strategy.strategy import Strategy
 from mpidist.strategy.variables import Variable
+from mpidist.util.dtypes import is_integer
 from mpidist.util.representation import one_line
 from mpidist.values import Mirrored, PerReplica
 
@@ -211,7 +212,7 @@ class RestorePlan:
         require_strategy(variable, path, self._strategy)
         # A MEAN of integers was saved as float64, since it need not be an integer.
         is_mean = variable.on_read and variable.aggregation is VariableAggregation.MEAN
-        is_mean = is_mean and variable.dtype.kind in "iu"
+        is_mean = is_mean and is_integer(variable.dtype)
         dtype = np.dtype(np.float64) if is_mean else variable.dtype
         leaf = self._array_leaf(node, path, dtype, variable.shape)
         new = self._defer(path, lambda: self._copy_of(variable, self._value(leaf)))

@@ -44,6 +44,7 @@ from mpidist.errors import (
     DTypeError,
     MpidistError,
 )
+from mpidist.util.dtypes import foreign, traits
 from mpidist.util.validation import shown
 from mpidist.values import Mirrored
 
@@ -297,9 +298,10 @@ def leaf_of_array(value: Any, path: Path) -> Leaf:
         raise cannot_save(value, path)  # subclasses, such as enumerations
     try:
         array = value.values[0] if isinstance(value, Mirrored) else value
-        if isinstance(array, np.ma.MaskedArray) or not isinstance(array, np.ndarray):
+        if not isinstance(array, np.ndarray):
             array = arrays.to_array(array, readable(path))
-        else:
+        elif type(array) is not np.ndarray:  # others keep their order of bytes
+            arrays.require_plain(array, readable(path))
             array = np.asarray(array)
     except MpidistError as error:
         if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
@@ -717,7 +719,8 @@ def decode_leaf(leaf: Leaf, values: Mapping[int, Any]) -> Any:
       ValueError, TypeError: the leaf is damaged.
     """
     array, row = values.get(id(leaf), leaf.array), LEAF_KINDS[leaf.kind]
-    if row.forms and f"{leaf.dtype.kind}{len(leaf.shape)}" not in row.forms:
+    form = f"{leaf.dtype.kind}{len(leaf.shape)}" * traits(leaf.dtype).is_native
+    if row.forms and form not in row.forms:
         raise ValueError(f"a {leaf.kind} has dtype {leaf.dtype}, shape {leaf.shape}")
     is_typed = leaf.role in (TENSOR, NDARRAY)
     return Typed(array, leaf.role) if is_typed else row.decode(array)
@@ -780,7 +783,6 @@ def _percent(character: str) -> str:
 
 
 _NUMPY_TEXT = re.compile(r"[<>|=][mMU]\d+(\[\w+\])?")
-_ML_TEXT = re.compile(r"bfloat16|float\w+|u?int[1-4]")
 Shape = tuple[int, ...]
 
 
@@ -801,18 +803,16 @@ class Storage(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def storage(dtype: np.dtype[Any]) -> Storage | None:
     """Return how HDF5 stores a dtype; None if it cannot be stored."""
-    if dtype.hasobject:
+    found = traits(dtype)
+    if not found.is_sent:
         return None
-    if dtype.names is None and dtype.kind in "mM":
-        return Storage(np.dtype("i8").newbyteorder(dtype.byteorder), (), dtype.str)
-    if dtype.kind == "U" and dtype.itemsize:
-        characters = np.dtype("u4").newbyteorder(dtype.byteorder)
-        return Storage(characters, (dtype.itemsize // 4,), dtype.str)
-    if _is_native(dtype):
-        return Storage()
-    if dtype.names is None and dtype.itemsize in (1, 2) and _is_ml(dtype):
-        return Storage(np.dtype(f"u{dtype.itemsize}"), (), dtype.name)
-    return None
+    if not found.stored or not dtype.itemsize:
+        return Storage() if _is_native(dtype) else None
+    if not found.is_native:
+        return Storage(np.dtype(found.stored), (), dtype.name)
+    stored = np.dtype(found.stored).newbyteorder(dtype.byteorder)
+    inner = (dtype.itemsize // stored.itemsize,) if found.family == "text" else ()
+    return Storage(stored, inner, dtype.str)
 
 
 def stored_as(leaf: Leaf) -> tuple[np.dtype[Any], Shape]:
@@ -851,35 +851,12 @@ def original_dtype(
     Raises:
       ValueError: an unknown dtype, or one that does not match the stored one.
     """
-    if _NUMPY_TEXT.fullmatch(text):
-        dtype = np.dtype(text)
-    elif _ML_TEXT.fullmatch(text):
-        dtype = _ml_dtype(text)
-    else:
-        raise ValueError(f"there is no dtype {text!r}")
+    dtype = np.dtype(text) if _NUMPY_TEXT.fullmatch(text) else foreign(text)
     expected = storage(dtype)
     if expected is None or expected.dtype != stored:
         raise ValueError(f"dtype {text!r} is not stored as {stored}")
-    if dtype.kind != "U":
+    if not expected.inner:
         return dtype, shape
     if not shape or shape[-1] != dtype.itemsize // 4:
         raise ValueError(f"dtype {text!r} is not stored in shape {shape}")
     return dtype, shape[:-1]
-
-
-def _is_ml(dtype: np.dtype[Any]) -> bool:
-    with contextlib.suppress(ValueError):
-        return _ml_dtype(dtype.name) == dtype
-    return False
-
-
-def _ml_dtype(name: str) -> np.dtype[Any]:
-    """Return a dtype of the package ml_dtypes, such as bfloat16."""
-    try:
-        import ml_dtypes
-    except ImportError:
-        raise ValueError(f"dtype {name!r} needs pip install ml_dtypes") from None
-    scalar = getattr(ml_dtypes, name, None)
-    if not isinstance(scalar, type) or not issubclass(scalar, np.generic):
-        raise ValueError(f"there is no dtype {name!r}")
-    return np.dtype(scalar)

@@ -14,6 +14,13 @@ import numpy as np
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, DTypeError
 from mpidist.options import ReduceOp
+from mpidist.util.dtypes import (
+    accumulator_dtype,
+    foreign,
+    is_integer,
+    mean_dtype,
+    traits,
+)
 
 # Given a number of elements, another array, and a dtype
 Empty = Callable[[int, Any, Any], Any]
@@ -29,8 +36,8 @@ _COMBINE: dict[ReduceOp, np.ufunc] = {
 
 def require_reducible(op: ReduceOp, dtype: np.dtype[Any], name: str) -> None:
     """Raise a DTypeError if values of `dtype` cannot be reduced by `op`."""
-    arrays.summable(dtype, name)
-    if dtype.kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
+    accumulator_dtype(dtype, name)
+    if traits(dtype).family == "complex" and op in (ReduceOp.MIN, ReduceOp.MAX):
         raise DTypeError(
             f"{name} has dtype {dtype.name}: complex numbers have no order, so "
             f"{op.name} is not defined; reduce their absolute values, or real and "
@@ -45,8 +52,8 @@ def dtypes_to_add(
 
     float16 and bfloat16 are added in float32, the mean of integers in float64.
     """
-    out = [arrays.mean_dtype(d) if op is ReduceOp.MEAN else d for d in dtypes]
-    return out, list(map(arrays.accumulator_dtype, out))
+    out = [mean_dtype(d) if op is ReduceOp.MEAN else d for d in dtypes]
+    return out, list(map(accumulator_dtype, out))
 
 
 def to_add(
@@ -96,25 +103,20 @@ def result_bytes(
     op: ReduceOp, dtype: np.dtype[Any], size: int, compression: str | None
 ) -> tuple[int, int]:
     """Return the bytes of an array's total, and those that `finish` allocates."""
-    out = arrays.mean_dtype(dtype) if op is ReduceOp.MEAN else dtype
+    out = mean_dtype(dtype) if op is ReduceOp.MEAN else dtype
     # Totals of float16 and bfloat16 are float32, and become narrow in `finish`
-    total = arrays.accumulator_dtype(wire_dtype(out, compression))
+    total = accumulator_dtype(wire_dtype(out, compression))
     return size * total.itemsize, 0 if total == out else size * out.itemsize
 
 
 def wire_dtype(dtype: np.dtype[Any], compression: str | None) -> np.dtype[Any]:
     """Return the dtype in which numbers of `dtype` are sent."""
     if compression is None:
-        return arrays.accumulator_dtype(dtype)
+        return accumulator_dtype(dtype)
     # Integers and 16-bit numbers are sent unchanged.
-    if dtype.kind != "f" or dtype.itemsize == 2:
+    if not traits(dtype).is_narrowed:
         return dtype
-    if compression == "bfloat16":
-        import ml_dtypes  # optional; options are refused without it
-
-        narrow: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-        return narrow
-    return np.dtype(np.float16)
+    return foreign(compression) if compression == "bfloat16" else np.dtype(np.float16)
 
 
 def bound_bytes(op: ReduceOp, values: Sequence[Any]) -> int:
@@ -165,7 +167,7 @@ def check_product(pair: tuple[Any, Sequence[Any]], name: str) -> Any:
     Arguments and errors: see `check_sum`.
     """
     product, parts = pair
-    if product.dtype.kind not in "iu":
+    if not is_integer(product.dtype):
         return product
     # float64 has room for any overflow of 64-bit integers, so comparing magnitudes
     # shows it.
@@ -188,18 +190,18 @@ def _without_nan(rough: Any) -> Any:
 
 def is_integer_sum(op: ReduceOp, dtypes: Sequence[np.dtype[Any]]) -> bool:
     """Return whether a reduction to these dtypes may overflow, as integers do."""
-    return op is ReduceOp.SUM and any(dtype.kind in "iu" for dtype in dtypes)
+    return op is ReduceOp.SUM and any(map(is_integer, dtypes))
 
 
 def may_not_fit(op: ReduceOp, dtypes: Sequence[np.dtype[Any]]) -> bool:
     """Return whether a reduction of these dtypes may overflow."""
     is_risky = op is ReduceOp.SUM or op is ReduceOp.PRODUCT
-    return is_risky and any(dtype.kind in "iu" for dtype in dtypes)
+    return is_risky and any(map(is_integer, dtypes))
 
 
 def may_overflow(array: Any, ranks: int) -> bool:
     """Return whether integers are so large that a sum over all ranks may not fit."""
-    if array.dtype.kind not in "iu" or not array.size:
+    if not is_integer(array.dtype) or not array.size:
         return False
     # If no rank's element exceeds max / ranks, the total fits whatever the signs are;
     # so most sums need no second check.
@@ -218,7 +220,7 @@ def check_sum(pair: tuple[Any, Sequence[Any]], name: str) -> Any:
       ArgumentError: see `require_fit`.
     """
     total, parts = pair
-    if total.dtype.kind not in "iu":
+    if not is_integer(total.dtype):
         return total
     # One number: Python's integers are exact, and faster than two arrays.
     if total.size == 1 and sum([part.item() for part in parts]) == total.item():
@@ -270,7 +272,7 @@ def sum_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
 def rough_sum_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
     """Return the result of `sum_over` in float64 if it may overflow, else None."""
     # Narrower integers are added up in 64 bits, and `narrow` checks the total.
-    if op is ReduceOp.SUM and array.dtype.kind in "iu" and array.dtype.itemsize == 8:
+    if op is ReduceOp.SUM and is_integer(array.dtype) and array.dtype.itemsize == 8:
         return _sum_in(np.dtype(np.float64), array, axes)
     return None
 
@@ -286,7 +288,7 @@ def combine_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
     if op is ReduceOp.PRODUCT:
         wide = _wide(ReduceOp.SUM, array.dtype)
         return xp.asarray(array.prod(axis=axes, dtype=wide))[None]
-    wide = arrays.accumulator_dtype(array.dtype)
+    wide = accumulator_dtype(array.dtype)
     # NumPy raises for MIN of nothing. This rank contributes no row instead, and only if
     # all ranks do is there an error, raised on all of them.
     if any(array.shape[i] == 0 for i in axes):
@@ -298,7 +300,7 @@ def combine_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
 
 def rough_product_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
     """Return the result of `combine_over` in float64 if it may overflow, else None."""
-    if op is not ReduceOp.PRODUCT or array.dtype.kind not in "iu":
+    if op is not ReduceOp.PRODUCT or not is_integer(array.dtype):
         return None
     product = array.prod(axis=axes, dtype=np.float64)
     return _without_nan(arrays.namespace(array).asarray(product))[None]
@@ -315,15 +317,15 @@ def _wide(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
     It is NumPy's for the mean of 64-bit integers, whose sum need not fit.
     """
     # Sums of 8 to 32 bits cannot overflow 64 bits before 2**31 elements were added.
-    if dtype.kind in "iu" and (op is ReduceOp.SUM or dtype.itemsize < 8):
+    if is_integer(dtype) and (op is ReduceOp.SUM or dtype.itemsize < 8):
         return np.dtype(f"{dtype.kind}8")
-    return np.result_type(arrays.mean_dtype(dtype), np.float64)
+    return np.result_type(mean_dtype(dtype), np.float64)
 
 
 def mean_of(total: Any, length: int, dtype: np.dtype[Any]) -> Any:
     """Return a total divided by the number of elements; nan for none."""
     mean = total / np.float64(length)
-    return mean.astype(arrays.mean_dtype(dtype), copy=False)
+    return mean.astype(mean_dtype(dtype), copy=False)
 
 
 def narrow(sums: tuple[Any, Any, np.dtype[Any]], name: str, what: str = "sum") -> Any:
@@ -339,7 +341,7 @@ def narrow(sums: tuple[Any, Any, np.dtype[Any]], name: str, what: str = "sum") -
     if rough is not None:
         require_fit(total, rough, f"the {what} of {name}")
     # The same check on all ranks: they have the same total, so all raise or none does.
-    if dtype.kind in "iu" and total.size:
+    if is_integer(dtype) and total.size:
         limits = np.iinfo(dtype)
         if total.min() < limits.min or total.max() > limits.max:
             raise ArgumentError(

@@ -34,6 +34,7 @@ from mpidist.errors import (
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest, validation
 from mpidist.util.available_memory import LINE_BYTES
+from mpidist.util.dtypes import accumulator_dtype
 from mpidist.util.notices import warn
 from mpidist.util.representation import one_line
 
@@ -424,7 +425,7 @@ class GradientBuckets:
                 for a, leaf in zip(inputs, leaves)
             ]
             check_each(
-                inputs, self._spec, lambda a, name: arrays.summable(a.dtype, name)
+                inputs, self._spec, lambda a, name: accumulator_dtype(a.dtype, name)
             )
             self._kinds = [(a.dtype, tuple(a.shape)) for a in inputs]
             self._sizes = [a.nbytes for a in inputs]

@@ -107,8 +107,8 @@ def pack(values: Sequence[Any]) -> Any:
     if len(values) == 1:
         # No copy: the caller must not write to it.
         return values[0]
-    xp = arrays.namespace(values[0])
-    return xp.concatenate([value.reshape(-1) for value in values])
+    flat, dtype = [value.reshape(-1) for value in values], values[0].dtype
+    return arrays.namespace(values[0]).concatenate(flat, dtype=dtype)
 
 
 def unpack(pack: Any, shapes: Sequence[tuple[int, ...]]) -> Iterator[Any]:

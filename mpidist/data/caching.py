@@ -29,6 +29,7 @@ from mpidist.errors import ArgumentError, MpidistError
 from mpidist.hdf5.chunks import ChunkLayout
 from mpidist.util import nest
 from mpidist.util.buffers import Buffers, Field, Storage, make_arrays
+from mpidist.util.dtypes import traits
 from mpidist.util.shares import BatchShare
 
 
@@ -316,9 +317,6 @@ def _one_row(leaf: Any) -> Any:
     return np.asarray(leaf)[None] if is_plain(leaf) else leaf
 
 
-_KINDS = "biufcSUmMV"  # dtype kinds of a fixed size
-
-
 _FEW_LOOKS = 100  # bytes are compared that many times as fast as rows are looked up
 
 
@@ -469,7 +467,7 @@ def why_not_storable(rows: Any) -> str | None:
     for name, leaf in zip(nest.leaf_names(structure, "element"), leaves, strict=True):
         if not is_plain(leaf):
             return f"{name} is not a NumPy array but {_type_name(leaf)}"
-        if leaf.dtype.kind not in _KINDS or leaf.dtype.hasobject:
+        if not traits(leaf.dtype).is_sent:
             return f"{name} has dtype {leaf.dtype}, which has no fixed size"
     return None
 

@@ -22,6 +22,7 @@ from mpidist.data.sources import ArrayRows
 from mpidist.device import arrays
 from mpidist.errors import MpidistError
 from mpidist.util import logs
+from mpidist.util.dtypes import is_beyond_exact
 from mpidist.util.hashing import hash62
 
 # Checksums of so many bytes take about a second
@@ -127,7 +128,7 @@ def _array_of(value: Any) -> Any:
         items = (str(x) if _package(x) in _TABLES else x for x in value)
         value = list(items) if has_changed else array
     if isinstance(value, np.ndarray):
-        if value.dtype.char != "O":
+        if value.dtype != object:
             return np.asarray(value)
         value = value.ravel().tolist()
     if isinstance(value, list | tuple):
@@ -151,7 +152,7 @@ def _list_as_array(items: Sequence[Any]) -> Any:
         return None
     if all(issubclass(kind, _NUMBERS) for kind in kinds):
         array = np.asarray(items)
-        if not (array.dtype.hasobject or arrays.is_beyond_exact(array)):
+        if not (array.dtype.hasobject or is_beyond_exact(array)):
             return array
     texts = [item if isinstance(item, str) else _text_of(item) for item in items]
     first, last = min(texts), max(texts)

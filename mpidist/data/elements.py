@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 
 from mpidist.device import arrays
-from mpidist.errors import ArgumentError, DataError, MpidistError
+from mpidist.errors import ArgumentError, DataError, DTypeError, MpidistError
 from mpidist.util import nest, validation
+from mpidist.util.dtypes import is_beyond_exact, is_integer, is_real, traits
 from mpidist.util.notices import warn
 
-# Others add something that an array lacks: a mask, units, another `*`
-_LOSSLESS = (np.ndarray, np.memmap, np.recarray)
+# Where NumPy makes one dtype of several, these may change: NULs, units
+_CHANGING = {"bytes", "text", "string", "date", "duration"}
 _NUMBERS = {bool, int, float, np.bool_, np.int64, np.int32, np.float64, np.float32}
 
 
@@ -48,9 +49,7 @@ def from_lists(value: Any) -> Any:
 
 
 def _array_of_list(value: list[Any]) -> Any:
-    for item_type in _item_types(value):
-        if issubclass(item_type, np.ndarray) and item_type not in _LOSSLESS:
-            raise DataError(_why_not_plain(item_type, "a list of data"))
+    _require_plain(value, "an item of a list of data")
     try:
         array = np.asarray(value)
     except Exception as error:  # ragged, or whatever an item raises
@@ -58,8 +57,7 @@ def _array_of_list(value: list[Any]) -> Any:
             f"a list of data cannot be an array: {error}. For rows of unlike lengths, "
             "use Dataset.range(len(rows)).map(lambda i: rows[i]), and pad them in map()"
         ) from error
-    kind = array.dtype.kind
-    may_change = kind in "SUTmM" or arrays.is_beyond_exact(array)
+    may_change = traits(array.dtype).family in _CHANGING or is_beyond_exact(array)
     if may_change and not all(_is_kept(item, array.dtype) for item in _items(value)):
         raise DataError(
             "a list of data mixes values that no dtype holds (such as numbers and "
@@ -67,16 +65,6 @@ def _array_of_list(value: list[Any]) -> Any:
             f"{array.dtype} they would change; return arrays"
         )
     return array
-
-
-def _item_types(value: Any) -> set[type]:
-    """Return the types of the items of nested lists and tuples."""
-    kinds = set(map(type, value))
-    if nested := kinds & {list, tuple}:
-        kinds -= nested
-        inner = [_item_types(x) for x in value if type(x) in nested]
-        kinds = kinds.union(*inner)
-    return kinds
 
 
 def _items(value: Any) -> Iterator[Any]:
@@ -89,16 +77,17 @@ def _items(value: Any) -> Iterator[Any]:
 
 def _is_kept(item: Any, dtype: np.dtype[Any]) -> bool:
     """Return whether an array of this dtype holds an item of a list exactly."""
+    family = traits(dtype).family
     if isinstance(item, str | bytes):
-        is_text = dtype.kind in "UT"
-        return is_text == isinstance(item, str) and not _ends_with_nul(item)
+        is_str = family in ("text", "string")
+        return is_str == isinstance(item, str) and not _ends_with_nul(item)
     array = plain_array(item, "a list of data")
-    if dtype.kind in "SUTmM" and array.dtype.kind != dtype.kind:
+    if family in _CHANGING and traits(array.dtype).family != family:
         return False
-    if dtype.kind in "mM":  # another unit, in which long times overflow
+    if family in ("date", "duration"):  # another unit, in which long times overflow
         again = array.astype(dtype).astype(array.dtype)
         return bool(((again == array) | np.isnat(array)).all())
-    return array.dtype.kind not in "iu" or not arrays.is_beyond_exact(array, dtype)
+    return not (is_integer(array.dtype) and is_beyond_exact(array, dtype))
 
 
 def _ends_with_nul(text: str | bytes) -> bool:
@@ -139,7 +128,7 @@ def _as_array(leaf: Any) -> Any:
     if isinstance(leaf, str | bytes):  # arrays have no NULs at the end of text
         return np.str_(leaf) if isinstance(leaf, str) else np.bytes_(leaf)
     if isinstance(leaf, np.ndarray | np.generic) or _stays_foreign(leaf):
-        if leaf.dtype.kind == "O":
+        if leaf.dtype == object:
             raise DataError(_why_no_array(leaf, "an element of a dataset"))
         return leaf
     return plain_array(leaf)
@@ -158,8 +147,7 @@ def plain_array(leaf: Any, name: str = "an element of a dataset") -> Any:
     if type(leaf) in _NUMBERS:
         array: Any = np.asarray(leaf)
     elif isinstance(leaf, np.ndarray):
-        if type(leaf) not in _LOSSLESS:
-            raise DataError(_why_not_plain(type(leaf), name))
+        _require_plain(leaf, name)
         array = leaf
     elif isinstance(leaf, str | bytes) and _ends_with_nul(leaf):
         raise DataError(
@@ -172,7 +160,7 @@ def plain_array(leaf: Any, name: str = "an element of a dataset") -> Any:
         array = leaf
     else:
         array = _from_library(leaf, name)
-    if array.dtype.hasobject and array.dtype.kind != "T":  # T: text of NumPy 2
+    if array.dtype.hasobject and traits(array.dtype).family != "string":
         raise DataError(_why_no_array(leaf, name))
     return array
 
@@ -182,23 +170,23 @@ def _from_library(leaf: Any, name: str) -> Any:
     has_numpy_dtype = hasattr(getattr(leaf, "dtype", np.dtype("O")), "kind")
     is_tensor = _is_array(leaf) and not has_numpy_dtype  # such as bfloat16 of PyTorch
     try:
+        _require_plain(leaf, name)
         _require_one_dtype(leaf, name)
-        array = arrays.to_array(leaf, name) if is_tensor else np.asarray(leaf)
-        change = "" if array.dtype.hasobject else arrays.find_change(leaf, array)
+        convert = arrays.to_array if is_tensor else arrays.from_wrapper
+        return convert(leaf, name)
+    except DTypeError as error:  # what an array of it would lose
+        raise DataError(str(error)) from None
     except MpidistError:
         raise
     except Exception as error:  # whatever another library raises
         raise DataError(f"{_why_no_array(leaf, name)}: {error}") from error
-    if change:
-        raise DataError(f"{name} {change}")
-    return array
 
 
 def is_plain(leaf: Any) -> bool:
     """Return whether a leaf is of NumPy, and `np.asarray` loses nothing of it."""
     if isinstance(leaf, np.generic):
         return not (isinstance(leaf, str | bytes) and _ends_with_nul(leaf))
-    return type(leaf) in _LOSSLESS
+    return isinstance(leaf, np.ndarray) and not arrays.find_meaning(leaf)
 
 
 def _require_one_dtype(leaf: Any, name: str) -> None:
@@ -211,13 +199,9 @@ def _require_one_dtype(leaf: Any, name: str) -> None:
         )
 
 
-def _why_not_plain(kind: type, name: str) -> str:
-    if issubclass(kind, np.ma.MaskedArray):
-        return f"{name} is a masked array, whose mask would be lost; fill it first"
-    return (
-        f"{name} is a {kind.__module__}.{kind.__qualname__}, not a plain array; what "
-        "it adds to one would be lost: convert it with np.asarray()"
-    )
+def _require_plain(value: Any, name: str) -> None:
+    if meaning := arrays.find_meaning(value):
+        raise DataError(f"{name} {meaning}")
 
 
 def _why_no_array(leaf: Any, name: str) -> str:
@@ -292,7 +276,8 @@ def _join_leaves(
             f"{' and '.join(sorted(texts))} in different elements; convert it with "
             "map(), for example by np.float32(value)"
         )
-        if _is_strict.get() or not all(dtype.kind in "iuf" for dtype in dtypes):
+        are_numbers = np.dtype(bool) not in dtypes and all(map(is_real, dtypes))
+        if _is_strict.get() or not are_numbers:
             raise DataError(reason)
         _warn_once(f"{reason}. (In a distributed dataset this is an error)")
     try:
@@ -334,9 +319,10 @@ def dtype_text(dtype: np.dtype[Any]) -> str:
 
     Text of any length fits in one array, and so does any byte order.
     """
-    if dtype.kind in "SU":
-        return "bytes" if dtype.kind == "S" else "str"
-    return str(dtype if dtype.kind == "T" else dtype.newbyteorder("="))
+    family = traits(dtype).family
+    if family in ("bytes", "text"):
+        return "bytes" if family == "bytes" else "str"
+    return str(dtype if family == "string" else dtype.newbyteorder("="))
 
 
 _CAN_COUNT = getattr(sys, "_is_gil_enabled", lambda: True)()

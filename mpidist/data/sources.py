@@ -15,6 +15,7 @@ from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.hdf5.chunks import ChunkLayout
 from mpidist.util import nest, validation
 from mpidist.util.buffers import Buffers
+from mpidist.util.dtypes import is_floating, is_integer
 from mpidist.values import PerReplica
 
 Positions = npt.NDArray[np.int64]
@@ -235,11 +236,11 @@ class RangeRows:
 
 def _holds(dtype: np.dtype[Any], number: int) -> bool:
     """Return whether a dtype holds all integers from 0 to `number`."""
-    if dtype.kind in "iu":
+    if is_integer(dtype):
         return int(np.iinfo(dtype).min) <= number <= int(np.iinfo(dtype).max)
-    if dtype.kind == "b":
+    if dtype == np.bool_:
         return number in (0, 1)
-    if not arrays.is_floating(dtype):
+    if not is_floating(dtype):
         return False
     # All integers up to 2**bits, bits being those of the mantissa
     one = np.ones(1, dtype)

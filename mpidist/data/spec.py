@@ -9,6 +9,7 @@ import numpy as np
 
 from mpidist.errors import ArgumentTypeError
 from mpidist.util import nest, validation
+from mpidist.util.dtypes import traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +96,8 @@ def require_like(first: Any, second: Any) -> None:
     names = nest.leaf_names(structure, "element")
     for name, spec, other in zip(names, specs, others, strict=True):
         # Strings of unlike lengths can be joined: NumPy widens them.
-        are_strings = spec.dtype.kind == other.dtype.kind in ("S", "U")
+        families = {traits(spec.dtype).family, traits(other.dtype).family}
+        are_strings = families in ({"bytes"}, {"text"})
         if spec.dtype != other.dtype and not are_strings:
             raise ArgumentTypeError(
                 f"{needs}dtypes, but {name} has dtype {spec.dtype.name} in the first "

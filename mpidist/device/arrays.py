@@ -17,14 +17,14 @@ import numpy as np
 from mpidist.device.binding import on_gpu
 from mpidist.errors import ArgumentTypeError, DTypeError
 from mpidist.util import validation
+from mpidist.util.dtypes import is_beyond_exact, is_text, require_sent, traits
 from mpidist.values import ArrayView, DistributedValues, local_component
 
 _PYTHON_NUMBERS = (bool, int, float, complex)
-# The number of the first dtype that is not NumPy's own, but of ml_dtypes, say; kind and
-# char of such a dtype may be those of any other
-_OTHERS_FROM = 256
+_NUMBERS = {*_PYTHON_NUMBERS, np.float64, np.float32, np.int64, np.int32, np.bool_}
+# Other subclasses add something that an array lacks: a mask, a unit, another `*`
+_PLAIN = {np.ndarray, np.memmap, np.recarray, *_NUMBERS}
 _LONG_DOUBLES = np.longdouble, np.clongdouble
-_NUMERIC_KINDS = "iufc"
 # How libraries call dtypes of floats: Float64, double[pyarrow], halffloat
 _FLOATS = re.compile(r"(?!.*int)(.*float|double|complex)", re.I)
 _FETCHED_BYTES = 16 << 20  # copied from a GPU at a time
@@ -44,20 +44,19 @@ def to_array(value: Any, name: str = "value") -> Any:
       name: what error messages call it.
 
     Raises:
-      ArgumentTypeError: the type is not supported, or the array is on a GPU and CuPy
-        is not installed.
-      DTypeError: it holds Python objects, or an integer of more than 64 bits.
+      ArgumentTypeError: the type is not supported, or has a mask or a unit, which
+        arrays lack; or the array is on a GPU and CuPy is not installed.
+      DTypeError: it holds Python objects, an integer of more than 64 bits, or a dtype
+        of an unknown package.
     """
     if type(value) is np.ndarray:
         array = value
-    elif isinstance(value, np.ma.MaskedArray):
-        raise ArgumentTypeError(
-            f"{name} is a masked array, whose mask would be lost; fill it first"
-        )
     elif isinstance(value, ArrayView | DistributedValues):
         array = local_component(value)
         array = array._array() if isinstance(array, ArrayView) else array
         array = to_array(array, name)
+    elif meaning := find_meaning(value):
+        raise ArgumentTypeError(f"{name} {meaning}")
     elif isinstance(value, (np.ndarray, np.generic, *_PYTHON_NUMBERS)):
         array = np.asarray(value)
         if isinstance(value, int) and array.dtype.hasobject:
@@ -75,9 +74,7 @@ def to_array(value: Any, name: str = "value") -> Any:
     elif hasattr(value, "__dlpack__"):
         array = _from_dlpack(value, name)
     elif hasattr(value, "__array__") or hasattr(value, "__array_interface__"):
-        array = np.asarray(value)
-        if change := find_change(value, array):
-            raise DTypeError(f"{name} {change}")
+        array = from_wrapper(value, name)
     elif isinstance(value, bytearray | memoryview) or _has_buffer(value):
         array = np.asarray(memoryview(value))
     else:
@@ -85,11 +82,7 @@ def to_array(value: Any, name: str = "value") -> Any:
             f"{name} must be an array or a number, not {validation.shown(value)} "
             f"({type(value).__module__}.{type(value).__qualname__})"
         )
-    if array.dtype.hasobject:
-        raise DTypeError(
-            f"{name} has dtype {array.dtype}, with Python objects; an array of numbers "
-            "is needed"
-        )
+    require_sent(array.dtype, name)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     return array
@@ -97,7 +90,91 @@ def to_array(value: Any, name: str = "value") -> Any:
 
 def to_tensor(value: Any, name: str = "value") -> Any:
     """Return `value` as `to_array` does, but also accept lists of numbers."""
-    return to_array(np.asarray(value) if isinstance(value, list) else value, name)
+    if isinstance(value, list):
+        require_plain(value, name)
+        value = np.asarray(value)
+    return to_array(value, name)
+
+
+def require_plain(value: Any, name: str) -> None:
+    """Raise an ArgumentTypeError if an array of `value` would lose what it means."""
+    if meaning := find_meaning(value):
+        raise ArgumentTypeError(f"{name} {meaning}")
+
+
+def find_meaning(value: Any) -> str:
+    """Return what `np.asarray(value)` would lose, a mask or a unit; "" for nothing.
+
+    Args:
+      value: an object of any type; a list or tuple for its items.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return ""
+    if kind in (list, tuple):
+        return next(filter(None, map(_meaning_of_item, _tell_apart(value))), "")
+    if isinstance(value, np.ma.MaskedArray):
+        return "is a masked array, whose mask would be lost; fill it first"
+    has_more = isinstance(value, np.ndarray) or _has_unit(value)
+    if not has_more or kind.__module__.startswith("mpidist."):
+        return ""
+    return (
+        f"is a {kind.__module__}.{kind.__qualname__}, not a plain array; what it adds "
+        "to one, such as a unit, would be lost: convert it with np.asarray()"
+    )
+
+
+def _tell_apart(items: Any) -> list[Any]:
+    """Return the items that may have a meaning; one of each type is enough."""
+    kinds = set(map(type, items)) - _NUMBERS
+    if not kinds:
+        return []
+    if kinds & {list, tuple}:
+        return [item for item in items if type(item) not in _NUMBERS]
+    return [next(item for item in items if type(item) is kind) for kind in kinds]
+
+
+def _meaning_of_item(item: Any) -> str:
+    meaning = find_meaning(item)
+    if meaning or not _is_wrapper(item):
+        return meaning
+    return find_meaning(np.asanyarray(item))
+
+
+def _has_unit(value: Any) -> bool:
+    """Return whether another library's array, or what it wraps, has a unit."""
+    if not _is_wrapper(value):
+        return False
+    kind = type(value)
+    # Of classes: attributes of a frame or a series may be its columns or rows
+    if hasattr(kind, "units") or hasattr(type(getattr(value, "dtype", 0)), "units"):
+        return True
+    if hasattr(kind, "unit") and kind.__module__.partition(".")[0] != "pandas":
+        return True  # that of pandas' dates is a part of their dtype
+    inner = value.data if hasattr(kind, "data") else value  # as in xarray
+    return inner is not value and hasattr(type(inner), "units")
+
+
+def _is_wrapper(value: Any) -> bool:
+    """Return whether a value is of no library of arrays, but becomes an array."""
+    kind = type(value)
+    is_array = hasattr(kind, "__array__") and not hasattr(kind, "__dlpack__")
+    return is_array and not isinstance(value, np.generic)
+
+
+def from_wrapper(value: Any, name: str) -> Any:
+    """Return the array of an object with `__array__`, such as a column.
+
+    Raises:
+      ArgumentTypeError: the array has a mask or a unit.
+      DTypeError: see `find_change`.
+    """
+    array = np.asanyarray(value)  # netCDF4's variables return masked arrays
+    require_plain(array, name)
+    array = np.asarray(array)
+    if change := "" if array.dtype.hasobject else find_change(value, array):
+        raise DTypeError(f"{name} {change}")
+    return array
 
 
 def like(result: Any, original: Any) -> Any:
@@ -220,10 +297,13 @@ def _to_jax(array: Any) -> Any:
     """Convert a NumPy array to a JAX array, without a copy where JAX supports that."""
     numpy = sys.modules["jax"].numpy
     # DLPack supports NumPy's own dtypes except long double
-    dtype = array.dtype
-    is_known = dtype.kind in "iufcb" and dtype.num < _OTHERS_FROM
-    is_known = is_known and dtype.type not in _LONG_DOUBLES
-    if is_known and array.flags.c_contiguous and array.flags.writeable:
+    found = traits(array.dtype)
+    if (
+        found.is_native
+        and found.is_on_gpu
+        and array.flags.c_contiguous
+        and array.flags.writeable
+    ):
         return numpy.from_dlpack(array)
     return numpy.array(array, copy=True)
 
@@ -256,58 +336,6 @@ def _to_cupy(value: Any, name: str) -> Any:
         raise _copy_needed(value, name, error) from error
 
 
-def is_float16(dtype: np.dtype[Any]) -> bool:
-    """Return whether `dtype` is float16 or bfloat16."""
-    # dtype.name is slow; only dtypes that NumPy does not define need it
-    return dtype.char == "e" or (dtype.kind == "V" and dtype.name == "bfloat16")
-
-
-def is_floating(dtype: np.dtype[Any]) -> bool:
-    """Return whether `dtype` is floating or complex, bfloat16 included."""
-    return dtype.kind in "fc" or is_float16(dtype)
-
-
-def accumulator_dtype(dtype: np.dtype[Any], name: str = "value") -> np.dtype[Any]:
-    """Return the dtype in which values of `dtype` are summed.
-
-    Raises:
-      DTypeError: values of `dtype` cannot be summed.
-    """
-    if is_float16(dtype):
-        return np.dtype(np.float32)
-    if dtype.kind not in _NUMERIC_KINDS:
-        raise DTypeError(
-            f"{name} has dtype {dtype.name}, which cannot be summed or averaged; "
-            "cast it to an integer or a floating dtype first"
-        )
-    return dtype
-
-
-def summable(dtype: np.dtype[Any], name: str = "value") -> None:
-    """Raise a DTypeError if values of `dtype` cannot be summed."""
-    accumulator_dtype(dtype, name)
-
-
-def require_range(array: Any, dtype: np.dtype[Any], name: str) -> None:
-    """Raise a DTypeError if a cast to an integer `dtype` would wrap around."""
-    if dtype.kind not in "iu" or array.dtype.kind not in "iuf" or not array.size:
-        return
-    if np.can_cast(array.dtype, dtype):
-        return
-    limits, least, most = np.iinfo(dtype), array.min(), array.max()
-    if not (least >= limits.min and most <= limits.max):  # also true for NaN
-        raise DTypeError(
-            f"{name} is {least}..{most}, which does not fit {dtype.name} "
-            f"({limits.min}..{limits.max})"
-        )
-
-
-def mean_dtype(dtype: np.dtype[Any], name: str = "value") -> np.dtype[Any]:
-    """Return the dtype of a mean of values of `dtype`: float64 for integers."""
-    accumulator_dtype(dtype, name)
-    return dtype if is_floating(dtype) else np.dtype(np.float64)
-
-
 def _from_dlpack(value: Any, name: str) -> Any:
     try:
         return np.from_dlpack(value)
@@ -331,14 +359,19 @@ def find_change(value: Any, array: Any) -> str:
       array: without Python objects.
     """
     declared = ", ".join(sorted(set(declared_dtypes(value))))
-    if declared and array.dtype.kind in "SU":
+    if declared and is_text(array.dtype):
         texts = np.asarray(value, object).ravel().tolist()
         if any(text[-1:] in ("\0", b"\0") for text in texts):
             return "has text with NULs at the end, which arrays drop"
     columns = value.columns if hasattr(type(value), "columns") else [value]
     if (nulls := sum(map(_null_count, columns))) > 0:
         # PyArrow gives nulls of dictionaries the value of others
-        can_mark = array.dtype.kind in "fcmM"
+        can_mark = traits(array.dtype).family in (
+            "float",
+            "complex",
+            "date",
+            "duration",
+        )
         if not can_mark or np.count_nonzero(np.isnan(array)) < nulls:
             return f"has missing values, which {array.dtype} does not hold; fill them"
     if not declared or _FLOATS.match(declared) or not is_beyond_exact(array):
@@ -365,21 +398,6 @@ def declared_dtypes(value: Any) -> list[str]:
     if hasattr(kind, "dtypes"):
         return list(map(str, value.dtypes))
     return list(map(str, value.schema.types)) if hasattr(kind, "schema") else []
-
-
-def is_beyond_exact(array: Any, dtype: Any = None) -> bool:
-    """Return whether numbers are so large that floats may not hold integers exactly.
-
-    Args:
-      array: of numbers.
-      dtype: of the floats, by default that of the array.
-    """
-    dtype = array.dtype if dtype is None else dtype
-    if dtype.kind not in "fc" or array.dtype.kind not in _NUMERIC_KINDS:
-        return False
-    digits = np.finfo(dtype).nmant + 1 if dtype.num < _OTHERS_FROM else 53
-    with np.errstate(all="ignore"):
-        return bool((np.abs(array) >= 2.0**digits).any())
 
 
 def _from_torch(tensor: Any, name: str) -> Any:
@@ -442,9 +460,7 @@ def synchronize(array: Any) -> None:
 
 def fits_device(array: Any) -> bool:
     """Return whether CuPy supports the array's dtype: numbers and booleans."""
-    dtype = array.dtype
-    is_known = dtype.kind in _NUMERIC_KINDS + "b" or is_float16(dtype)
-    return is_known and dtype.char not in "gG"  # long double
+    return traits(array.dtype).is_on_gpu
 
 
 def to_device(array: Any, device: str) -> Any:
@@ -521,7 +537,8 @@ def _list_value_bytes(dtype: np.dtype[Any]) -> list[bool]:
         return is_value
     # x86's extended precision: 10 bytes, stored in 12 or 16
     if dtype.type in _LONG_DOUBLES and np.finfo(dtype).nmant == 63:
-        number_bytes = dtype.itemsize // (2 if dtype.kind == "c" else 1)
+        is_complex = traits(dtype).family == "complex"
+        number_bytes = dtype.itemsize // (2 if is_complex else 1)
         number = [i < 10 for i in range(number_bytes)]
         number = number if dtype.isnative else number[::-1]
         return number * (dtype.itemsize // number_bytes)

@@ -12,6 +12,7 @@ import numpy as np
 
 from mpidist.device.arrays import current_gpu
 from mpidist.device.memory import Staged
+from mpidist.util.dtypes import is_integer, traits
 
 # The compiler's options
 OPTIONS = ("-std=c++17",)
@@ -30,11 +31,17 @@ def _kernel_name(dtype: np.dtype[Any]) -> str | None:
     """Return the name of the kernel that adds numbers of `dtype`; None if none does."""
     if dtype.name in _NARROW:
         return f"add_{dtype.name}"
-    if dtype.kind == "c":  # adds real and imaginary parts as separate numbers
-        return f"add_f{dtype.itemsize // 2}"
-    if dtype.kind in "iu":
+    if not traits(dtype).is_summed:
+        return None
+    if is_integer(dtype):
         return f"add_u{dtype.itemsize}"
-    return f"add_f{dtype.itemsize}" if dtype.kind == "f" else None
+    # Adds real and imaginary parts as separate numbers
+    return f"add_f{dtype.itemsize // _parts_of(dtype)}"
+
+
+def _parts_of(dtype: np.dtype[Any]) -> int:
+    """Return how many numbers an element is."""
+    return 2 if traits(dtype).family == "complex" else 1
 
 
 def source() -> str:
@@ -86,7 +93,7 @@ def add_parts(parts: Sequence[int], totals: Any, dtype: np.dtype[Any]) -> None:
         return
     name = _kernel_name(dtype)
     assert name is not None
-    count = np.uint64(totals.size * (2 if dtype.kind == "c" else 1))
+    count = np.uint64(totals.size * _parts_of(dtype))
     bytes_of_block = _THREADS * _BYTES_OF_THREAD
     for start in range(0, len(parts), _MOST_PARTS):
         some = parts[start : start + _MOST_PARTS]

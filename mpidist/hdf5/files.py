@@ -41,6 +41,7 @@ from mpidist.hdf5.linked_files import (
 )
 from mpidist.util import validation
 from mpidist.util.buffers import Buffers
+from mpidist.util.dtypes import traits
 from mpidist.util.files import open_regular
 from mpidist.util.mounts import is_local, lateness
 
@@ -452,7 +453,10 @@ class OpenFiles:
         with closing(file[index.name]) as dataset:
             # None where it is no dataset any more: the file was replaced.
             kind = kind_of(dataset) if isinstance(dataset, h5py.Dataset) else None
-            if index.dtype.kind == "c" and kind == (index.shape, _swapped(index)):
+            if traits(index.dtype).family == "complex" and kind == (
+                index.shape,
+                _swapped(index),
+            ):
                 # HDF5 sorts the members of a compound type at its first conversion
                 return read(dataset.astype(index.dtype))
             if kind != (index.shape, index.dtype):

@@ -27,6 +27,7 @@ from mpidist.errors import (
 )
 from mpidist.hdf5.linked_files import OutputPart
 from mpidist.util import validation
+from mpidist.util.dtypes import traits
 from mpidist.util.files import AtomicHdf5File
 from mpidist.util.notices import warn
 
@@ -198,7 +199,7 @@ def with_wider_text(
     def widen(field: FieldSpec) -> FieldSpec:
         other = dtypes.get(field.name, field.dtype)
         is_wider = other.itemsize > field.dtype.itemsize
-        if other.kind == field.dtype.kind == "S" and is_wider:
+        if {traits(other).family, traits(field.dtype).family} == {"bytes"} and is_wider:
             return dataclasses.replace(field, dtype=other)
         return field
 

@@ -23,6 +23,7 @@ from mpidist.jax import compat
 from mpidist.jax.runtime import call_host, find_strategy, require_dispatch
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import validation
+from mpidist.util.dtypes import digits
 
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
@@ -92,7 +93,7 @@ def all_reduce(
         return jax.tree.unflatten(tree, map(jnp.asarray, reduced))
     op = ReduceOp.parse(reduce_op)
     _require_options(options)
-    leaves = _as_jax(leaves, call)
+    leaves = as_leaves(leaves, call)
     for leaf in leaves:
         arithmetic.require_reducible(op, np.dtype(leaf.dtype), call)
     return jax.tree.unflatten(
@@ -134,7 +135,7 @@ def all_gather(
         return jax.tree.unflatten(tree, map(jnp.asarray, gathered))
     _require_options(options)
     axis = validation.integer("axis", axis)
-    leaves = _as_jax(leaves, call)
+    leaves = as_leaves(leaves, call)
     for leaf in leaves:
         if not -leaf.ndim <= axis < leaf.ndim:
             raise ArgumentError(
@@ -180,7 +181,9 @@ def broadcast(value: Any, root: int = 0, *, strategy: Strategy | None = None) ->
         return number
 
     if is_traced(leaves):
-        bound = _bind(_as_jax(leaves, call), _Call("broadcast", strategy, root=check()))
+        bound = _bind(
+            as_leaves(leaves, call), _Call("broadcast", strategy, root=check())
+        )
         return jax.tree.unflatten(tree, bound)
     with strategy.extended.consensus.call(call) as opened:
         got = _broadcast_arrays(strategy, opened.reserve(check), leaves)
@@ -211,8 +214,15 @@ def has_collective(traced: Any, strategy: Strategy) -> bool:
     return False
 
 
-def _as_jax(leaves: Sequence[Any], call: str) -> list[Any]:
+def mean_dtype(dtype: Any) -> Any:
+    """Return the dtype of a mean: JAX's default float for integers."""
+    return dtype if digits(dtype) else jnp.result_type(float)
+
+
+def as_leaves(leaves: Sequence[Any], call: str) -> list[Any]:
     """Return leaves as JAX arrays, or raise an ArgumentTypeError or DTypeError."""
+    for leaf in leaves:
+        arrays.require_plain(leaf, f"an argument of {call}")
     try:
         converted = [jnp.asarray(leaf) for leaf in leaves]
     except TypeError as error:
@@ -247,8 +257,7 @@ def _shapes(args: Sequence[Any], call: _Call) -> list[jax.ShapeDtypeStruct]:
     is_mean = call.op is ReduceOp.MEAN
 
     def dtype_of(arg: Any) -> Any:
-        is_exact = not jnp.issubdtype(arg.dtype, jnp.inexact)
-        return jnp.result_type(float) if is_mean and is_exact else arg.dtype
+        return mean_dtype(arg.dtype) if is_mean else arg.dtype
 
     return [jax.ShapeDtypeStruct((*front, *a.shape), dtype_of(a)) for a in args]
 

@@ -10,10 +10,16 @@ import jax
 import jax.numpy as jnp
 
 from mpidist.errors import ArgumentError, ArgumentTypeError
-from mpidist.jax.collectives import all_reduce, has_collective, is_traced
+from mpidist.jax.collectives import (
+    all_reduce,
+    as_leaves,
+    has_collective,
+    is_traced,
+    mean_dtype,
+)
 from mpidist.jax.runtime import checked, find_strategy
 from mpidist.options import CommunicationOptions
-from mpidist.util import validation
+from mpidist.util import logs, validation
 
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
@@ -25,6 +31,7 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     batch_argnums: int | Sequence[int] | None = None,
+    reduction: str = "mean",
     strategy: Strategy | None = None,
     options: CommunicationOptions | None = None,
 ) -> Callable[..., Any]:
@@ -34,7 +41,9 @@ def value_and_grad(
     or if `fun` makes collectives, one more to learn the number of all rows. `fun`
     returns the mean over this replica's rows. The results are means over the rows of
     all replicas, weighted by their numbers of rows. Replicas without rows contribute
-    nothing, even if `fun` returns nan there.
+    nothing, even if `fun` returns nan there. For a `fun` that returns a sum, such as
+    one divided by the size of the global batch, pass `reduction="sum"`: else the
+    gradient is too small by the number of replicas.
 
     Args:
       fun: as in `jax.value_and_grad`; it may use collectives of mpidist.jax.
@@ -44,6 +53,8 @@ def value_and_grad(
       batch_argnums: which positional arguments have rows, along their first dimension;
         by default all that are not in `argnums`. With () no argument has rows, and all
         replicas have the same weight.
+      reduction: "mean", or "sum" if `fun` returns a sum over this replica's rows, as in
+        TensorFlow: then the results are the sums over all replicas.
       strategy: by default the current one when the function is called (inside `jit`:
         traced).
       options: see `CommunicationOptions`.
@@ -52,8 +63,10 @@ def value_and_grad(
       A function like `fun` that returns `(value, gradients)`, or
       `((value, aux), gradients)`.
 
-    Raises, when called: ArgumentError: the arguments with rows have no dimensions, or
-    different numbers of rows. See also `jax.value_and_grad` and `all_reduce`.
+    Raises:
+      ArgumentError: another `reduction`; when called: the arguments with rows have no
+        dimensions, or different numbers of rows. See also `jax.value_and_grad` and
+        `all_reduce`.
 
     Example:
       >>> mean_of = lambda w, x: jnp.mean(w * x)
@@ -65,6 +78,7 @@ def value_and_grad(
     validation.function("fun", fun)
     numbers = _numbers("argnums", argnums)
     batch = None if batch_argnums is None else _numbers("batch_argnums", batch_argnums)
+    _require_reduction(reduction)
 
     @functools.wraps(fun)
     def differentiate(*args: Any, **kwargs: Any) -> Any:
@@ -73,10 +87,12 @@ def value_and_grad(
             return jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)
 
         # `fun` may communicate, so its errors are left to `strategy.run`
-        rows = checked(current, call, lambda: _count_rows(call, args, numbers, batch))
-        weighs = rows is not None and _communicates(fun, args, kwargs, numbers, current)
-        loss = _Loss(fun, argnums, has_aux, rows, options, current)
-        both, aux = (loss.of_weighted if weighs else loss.of_means)(args, kwargs)
+        loss = _Loss(fun, argnums, has_aux, None, options, current)
+        if reduction == "sum":
+            both, aux = loss.of_replicas("SUM", args, kwargs)
+        else:
+            _say_how(call)
+            both, aux = _of_rows(loss, call, args, kwargs, numbers, batch)
         return ((both[0], aux), both[1]) if has_aux else both
 
     return differentiate
@@ -88,6 +104,7 @@ def grad(
     has_aux: bool = False,
     *,
     batch_argnums: int | Sequence[int] | None = None,
+    reduction: str = "mean",
     strategy: Strategy | None = None,
     options: CommunicationOptions | None = None,
 ) -> Callable[..., Any]:
@@ -106,6 +123,7 @@ def grad(
         argnums,
         has_aux,
         batch_argnums=batch_argnums,
+        reduction=reduction,
         strategy=strategy,
         options=options,
     )
@@ -116,6 +134,14 @@ def grad(
         return (gradients, value[1]) if has_aux else gradients
 
     return differentiate
+
+
+@functools.cache
+def _say_how(call: str) -> None:
+    """Say once how losses are combined, and how sums are."""
+    said = f"{call} takes the mean of the loss over the rows of all replicas"
+    other = "for a loss divided by the rows of all replicas pass reduction='sum'"
+    logs.info("jax", f"{said}; {other}")
 
 
 def mean_over_rows(
@@ -150,26 +176,22 @@ def mean_over_rows(
     """
     call = "mpidist.jax.mean_over_rows"
     strategy = find_strategy(strategy, call)
-    sums, count, dtypes = checked(strategy, call, lambda: _sums(values, rows))
+    sums, count, dtypes = checked(strategy, call, lambda: _sums(values, rows, call))
     sums, total = all_reduce("SUM", (sums, count), options, strategy=strategy)
     return jax.tree.map(
         lambda x, dtype: (x / total.astype(x.dtype)).astype(dtype), sums, dtypes
     )
 
 
-def _sums(means: Any, rows: Any) -> tuple[Any, Any, Any]:
+def _sums(means: Any, rows: Any, call: str) -> tuple[Any, Any, Any]:
     """Return sums over rows, the number of rows, and the dtypes of means."""
-
-    def dtype_of(mean: Any) -> Any:
-        is_exact = not jnp.issubdtype(mean.dtype, jnp.inexact)
-        return jnp.result_type(float) if is_exact else mean.dtype
 
     def sum_of(mean: Any, dtype: Any) -> Any:
         wide = jnp.promote_types(dtype, jnp.float32)  # 16 bits would overflow
         return jnp.where(count > 0, mean.astype(wide) * count.astype(wide), 0)
 
-    means = jax.tree.map(jnp.asarray, means)
-    dtypes = jax.tree.map(dtype_of, means)
+    means = jax.tree.map(lambda mean: as_leaves([mean], call)[0], means)
+    dtypes = jax.tree.map(lambda mean: mean_dtype(mean.dtype), means)
     # float64 for means of that: float32 counts up to 2**24
     count = jnp.asarray(rows, jnp.result_type(float))
     return jax.tree.map(sum_of, means, dtypes), count, dtypes
@@ -221,12 +243,18 @@ class _Loss(NamedTuple):
         value, aux = value if self.has_aux else (value, None)
         return (value, gradients), aux
 
-    def of_means(self, args: Any, kwargs: Any) -> Any:
-        """Return the mean of the replicas' values and gradients. Collective."""
+    def of_replicas(self, op: str, args: Any, kwargs: Any) -> Any:
+        """Return the reduction of the replicas' values and gradients. Collective."""
         both, aux = self.differentiate(args, kwargs)
         more: Any = {"options": self.options, "strategy": self.strategy}
+        return all_reduce(op, both, **more), aux
+
+    def of_means(self, args: Any, kwargs: Any) -> Any:
+        """Return the mean over the rows of all replicas. Collective."""
         if self.rows is None:
-            return all_reduce("MEAN", both, **more), aux
+            return self.of_replicas("MEAN", args, kwargs)
+        both, aux = self.differentiate(args, kwargs)
+        more: Any = {"options": self.options, "strategy": self.strategy}
         return mean_over_rows(both, self.rows, **more), aux
 
     def of_weighted(self, args: Any, kwargs: Any) -> Any:
@@ -244,6 +272,29 @@ class _Loss(NamedTuple):
                 lambda x: jnp.where(jnp.isnan(x) & (total > 0), 0, x), both
             )
         return all_reduce("SUM", both, **more), aux
+
+
+def _of_rows(
+    loss: _Loss,
+    call: str,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    numbers: Sequence[int],
+    batch: Sequence[int] | None,
+) -> Any:
+    """Return the mean over the rows of all replicas. Collective."""
+    strategy = loss.strategy
+    rows = checked(strategy, call, lambda: _count_rows(call, args, numbers, batch))
+    loss = loss._replace(rows=rows)
+    if rows is not None and _communicates(loss.fun, args, kwargs, numbers, strategy):
+        return loss.of_weighted(args, kwargs)
+    return loss.of_means(args, kwargs)
+
+
+def _require_reduction(reduction: Any) -> None:
+    if reduction not in ("mean", "sum"):
+        shown = validation.shown(reduction)
+        raise ArgumentError(f"reduction must be 'mean' or 'sum', not {shown}")
 
 
 def _weighted(fun: Callable[..., Any], has_aux: bool, weight: Any) -> Any:

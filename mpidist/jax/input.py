@@ -15,6 +15,7 @@ from mpidist.data.distributed.converted import ConvertedDataset, ConvertedIterat
 from mpidist.device import arrays
 from mpidist.errors import ArgumentTypeError
 from mpidist.util import nest
+from mpidist.util.dtypes import require_range
 
 
 def as_jax(dataset: Any) -> JaxDataset:
@@ -82,12 +83,13 @@ def _to_jax(leaf: Any) -> Any:
     Raises:
       DTypeError: 64-bit integers that do not fit JAX's 32 bits.
     """
+    arrays.require_plain(leaf, "a batch for JAX")
     array = leaf if arrays.is_device_array(leaf) else np.asarray(leaf)
     if not arrays.fits_device(array):
         return leaf
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     if dtype != array.dtype:
-        arrays.require_range(array, dtype, "a batch for JAX")
+        require_range(array, dtype, "a batch for JAX")
         array = array.astype(dtype)
     # Read-only memory may belong to a file, or to code that can still change it
     if isinstance(array, np.ndarray) and not array.flags.writeable:

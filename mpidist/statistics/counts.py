@@ -11,6 +11,7 @@ import numpy as np
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.statistics.statistic import Statistic, host_rows
 from mpidist.util import validation
+from mpidist.util.dtypes import digits, is_integer, is_real
 
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
@@ -110,7 +111,7 @@ class Histogram(CountStatistic):
         Raises: ArgumentError, ArgumentTypeError: see `Moments.update_state`.
         """
         numbers = host_rows(rows).ravel()
-        if numbers.dtype.kind not in "iu":
+        if not is_integer(numbers.dtype):
             # NumPy's edges would be float32 for such numbers
             numbers = numbers.astype(np.float64)
         inside = np.histogram(numbers, self._bins, self._range)[0]
@@ -156,7 +157,7 @@ def _edges(bins: Any, range: tuple[float, float] | None) -> Any:
             edges = np.histogram_bin_edges(np.zeros(0), bins, range)
     except (TypeError, ValueError, OverflowError, MemoryError) as error:
         raise ArgumentError(f"Histogram: {error}") from error
-    if edges.dtype.kind not in "biuf" or len(edges) < 2 or np.isnan(edges).any():
+    if not is_real(edges.dtype) or len(edges) < 2 or np.isnan(edges).any():
         where = "" if range is None else f" in a range of {validation.shown(range)}"
         raise ArgumentError(
             "bins must be a number, or at least two edges, which are numbers, not "
@@ -213,7 +214,7 @@ class ConfusionMatrix(CountStatistic):
 
     def _classes_of(self, name: str, value: Any) -> Any:
         classes = host_rows(value, name)
-        if classes.size and classes.dtype.kind not in "biu":  # [] has float64
+        if classes.size and digits(classes.dtype):  # [] has float64
             raise ArgumentTypeError(f"{name} must be integers, not {classes.dtype}")
         if classes.size:
             least, most = int(classes.min()), int(classes.max())

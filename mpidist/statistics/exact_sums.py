@@ -15,12 +15,15 @@ from typing import Any
 
 import numpy as np
 
+from mpidist.util.dtypes import is_integer
+
 # A block should fit in the cache, but each block costs a microsecond per column
 _BLOCK_ITEMS, _BLOCK_ROWS = 1 << 16, 128
 _LIMB_BITS = 32
 # Numbers of larger, or smaller, magnitude are scaled first
 _LARGE, _SQUARE_LARGE, _SQUARE_SMALL = 2.0**900, 2.0**480, 2.0**-480
 _SCALE_BITS, _SQUARE_SCALE_BITS = 200, 600
+_WEIGHTED_LARGE = 2.0**373
 _SPLITTER = 2.0**27 + 1
 # The squares of integers of so many bits are exact in float64
 _FEW_BITS = 26
@@ -136,7 +139,7 @@ def exact_parts(rows: Any) -> Iterator[Part]:
       rows: finite numbers or integers of shape (rows, columns).
     """
     for block in _blocks(rows):
-        if block.dtype.kind in "iu":
+        if is_integer(block.dtype):
             yield from _halves(block)
             continue
         block = block.astype(np.float64)
@@ -151,13 +154,49 @@ def exact_parts(rows: Any) -> Iterator[Part]:
 def exact_squares(rows: Any) -> Iterator[Part]:
     """Yield float64 arrays with the sum of the squares; see `exact_parts`."""
     for block in _blocks(rows):
-        if block.dtype.kind in "iu":
+        if is_integer(block.dtype):
             yield from _squares_of_integers(block)
         elif block.dtype.itemsize < 8:
             block = block.astype(np.float64)
             yield block * block, 0
         else:
             yield from _squares(block.astype(np.float64, copy=False))
+
+
+def weighted_parts(rows: Any, weights: Any, power: int) -> Iterator[Part]:
+    """Yield float64 arrays with the sum of weights * rows**power; see `exact_parts`.
+
+    Args:
+      rows: finite floats, or integers that float64 holds.
+      weights: float64 of shape (rows,), 2**-64 to 2**64.
+      power: 0, 1 or 2.
+    """
+    start = 0
+    for block in _blocks(rows):
+        weight = weights[start : start + len(block), None]
+        start += len(block)
+        if not power:
+            yield np.repeat(weight, rows.shape[1], axis=1), 0
+            continue
+        for part, exponent in _by_magnitude(block.astype(np.float64)):
+            terms = list(_products(weight, part, exponent))
+            if power == 2:
+                terms = [
+                    product
+                    for term, bits in terms
+                    for product in _products(term, part, bits + exponent)
+                ]
+            yield from terms
+
+
+def _by_magnitude(block: Any) -> Iterator[Part]:
+    """Yield arrays with the sum of `block`; weights * squares of them are exact."""
+    sizes = np.abs(block)
+    is_large, is_small = sizes > _WEIGHTED_LARGE, sizes < 1 / _WEIGHTED_LARGE
+    for where, bits in ((is_large, 700), (is_small & (sizes > 0), -700)):
+        if where.any():
+            yield np.ldexp(np.where(where, block, 0.0), -bits), bits
+    yield np.where(is_large | is_small, 0.0, block), 0
 
 
 def _blocks(rows: Any) -> Iterator[Any]:

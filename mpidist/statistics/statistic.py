@@ -15,6 +15,7 @@ from mpidist.context import (
 )
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, MismatchError
+from mpidist.util.dtypes import is_real
 
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
@@ -188,6 +189,12 @@ def _shown(kind: tuple[str, str, str]) -> str:
     return f"{name}({settings})" + (f" of rows {rows}" if rows else " without rows")
 
 
+def row_shape(kind: str) -> tuple[int, ...]:
+    """Return the shape of a row at the end of the text of `Statistic._rows_kind`."""
+    sizes = kind[kind.index("[") + 1 : kind.index("]")]
+    return tuple(int(size) for size in sizes.split(",") if size)
+
+
 def host_rows(value: Any, name: str = "rows") -> Any:
     """Return the user's rows of this rank as a NumPy array.
 
@@ -196,11 +203,8 @@ def host_rows(value: Any, name: str = "rows") -> Any:
       ArgumentError: it has no dimension for rows.
     """
     array = arrays.to_host(arrays.to_tensor(value, name))
-    dtype = array.dtype
-    if dtype.kind not in "biu":
-        is_known = arrays.is_floating(dtype) and dtype.kind != "c"
-        if not is_known or dtype.itemsize > 8:
-            raise ArgumentTypeError(f"{name} must be real numbers, not {dtype}")
+    if not is_real(array.dtype) or array.dtype.itemsize > 8:
+        raise ArgumentTypeError(f"{name} must be real numbers, not {array.dtype}")
     if array.ndim == 0:
         raise ArgumentError(f"{name} must have a dimension for rows")
     return array

@@ -14,6 +14,7 @@ import numpy as np
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, DTypeError
 from mpidist.util import validation
+from mpidist.util.dtypes import is_integer, require_range, traits
 from mpidist.values import IndexedSlices
 
 
@@ -32,21 +33,25 @@ def convert(value: Any, local: Any, name: str) -> Any:
     array = arrays.to_tensor(value)
     keeps = is_number and not _loses(value, local.dtype)
     casting: Any = "unsafe" if keeps else "same_kind"
-    if not np.can_cast(array.dtype, local.dtype, casting):
+    fits = np.can_cast(array.dtype, local.dtype, casting)
+    if not keeps and traits(local.dtype).family == "integer":
+        # ml_dtypes calls a cast of floats to its integers one of the same kind
+        fits = fits and traits(array.dtype).family in ("bool", "integer")
+    if not fits:
         raise DTypeError(
             f"a value of dtype {array.dtype.name} cannot be assigned to {name}, which "
             f"has dtype {local.dtype.name}; cast it first"
         )
-    arrays.require_range(array, local.dtype, f"the value for {name}")
+    require_range(array, local.dtype, f"the value for {name}")
     return arrays.to_device_like(array.astype(local.dtype, copy=False), local)
 
 
 def _loses(value: complex, dtype: np.dtype[Any]) -> bool:
     """Return whether a cast of a Python number to `dtype` could change its value."""
-    if dtype.kind == "b":
+    if dtype == np.bool_:
         return value not in (0, 1) or not isinstance(value, int)
-    if dtype.kind not in "iu":
-        return isinstance(value, complex) and dtype.kind != "c"
+    if traits(dtype).family != "integer":
+        return isinstance(value, complex) and traits(dtype).family != "complex"
     return not isinstance(value, int)
 
 
@@ -60,7 +65,7 @@ def initial(initial_value: Any, dtype: Any) -> Any:
     dtype = validation.dtype("dtype", dtype)
     if dtype.hasobject:
         raise DTypeError(f"dtype must not be {dtype}, which holds Python objects")
-    arrays.require_range(array, dtype, "initial_value")
+    require_range(array, dtype, "initial_value")
     try:
         return array.astype(dtype, copy=False)
     except (TypeError, ValueError) as error:
@@ -71,7 +76,7 @@ def initial(initial_value: Any, dtype: Any) -> Any:
 
 def share(value: Any, replicas: int, replica: int) -> Any:
     """Return this replica's share of a total; the shares of all add up to it."""
-    if value.dtype.kind in "iu":
+    if is_integer(value.dtype):
         wide = value.astype(f"{value.dtype.kind}8")  # it must hold `replicas`
         quotient, rest = np.divmod(wide, replicas)
         return (quotient + (replica < rest)).astype(value.dtype)
@@ -162,7 +167,7 @@ def _flat_indices(shape: tuple[int, ...], indices: Any, name: str) -> Any:
             f"{name} has {len(shape)} dimensions; indices of shape {indices.shape} are "
             f"for {k}"
         )
-    if indices.dtype.kind not in "iu" and indices.size:
+    if not is_integer(indices.dtype) and indices.size:
         raise DTypeError(f"indices must be integers, not {indices.dtype.name}")
     flat = 0
     for i in range(k):

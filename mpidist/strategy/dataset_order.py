@@ -12,6 +12,7 @@ import numpy as np
 
 from mpidist.data import row_numbers
 from mpidist.data.distributed.reader import ReadPlan
+from mpidist.data.elements import plain_array
 from mpidist.data.map_dataset import Epoch
 from mpidist.data.sources import Positions
 from mpidist.errors import ArgumentError, DataError
@@ -19,6 +20,7 @@ from mpidist.hdf5.read import Hdf5Rows
 from mpidist.hdf5.shard_writer import FieldSpec, ShardWriter, with_wider_text
 from mpidist.strategy.extended import StrategyExtended
 from mpidist.util import nest, validation
+from mpidist.util.dtypes import digits
 
 # Rows that a rank receives at a time
 _ROUND_BYTES = 16 << 20
@@ -192,13 +194,13 @@ class DatasetOrder:
             return
         for field in self.with_fill(fields):
             try:
-                value = np.asarray(self._fill_value)
+                value = plain_array(self._fill_value)
                 with np.errstate(all="ignore"):
                     filled = value.astype(field.dtype)
                 fits = value.ndim == 0 and np.array_equal(
-                    filled, value, equal_nan=value.dtype.kind in "fc"
+                    filled, value, equal_nan=digits(value.dtype) > 0
                 )
-            except (TypeError, ValueError, OverflowError):
+            except (DataError, TypeError, ValueError, OverflowError):
                 fits = False
             if not fits:
                 raise ArgumentError(

@@ -550,7 +550,7 @@ class Strategy:
         local = statistics(self._extended)
         return self.gather_objects(local) if all_ranks else local
 
-    def statistics_of(self, rows: Any, ddof: int = 0) -> Any:
+    def statistics_of(self, rows: Any, ddof: int = 0, *, skip_nan: bool = False) -> Any:
         """Return mean, variance, min and max of the rows of all ranks. Collective.
 
         Returns a `mpidist.statistics.Description`, exact to the last bit, so the same
@@ -561,6 +561,7 @@ class Strategy:
           rows: this rank's rows, of shape (rows, ...), possibly zero; a `PerReplica` of
             them; a dict or tuple of these; or a distributed dataset.
           ddof: the divisor of the variance is the number of rows minus `ddof`.
+          skip_nan: whether nan is left out, as missing values.
 
         Raises, on all ranks: what `Moments.update_state` and `Moments.result` raise.
 
@@ -570,13 +571,13 @@ class Strategy:
         """
         from mpidist.statistics.moments import describe
 
-        return describe(self, rows, ddof)
+        return describe(self, rows, ddof, skip_nan)
 
     def timeline(self, folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Return a context in which each rank records a timeline. Collective.
 
-        The files in `folder` are for `python -m mpidist report` and `top`, and for
-        Perfetto. MPIDIST_TIMELINE=folder records a whole program. Entering and leaving
+        The files in `folder` are for `python -m mpidist report`, and for Perfetto.
+        MPIDIST_TIMELINE=folder records a whole program. Entering and leaving
         are collective. If files cannot be written, a RuntimeWarning says so. A file has
         at most 10 MiB: long jobs record fewer and fewer steps.
 

@@ -46,6 +46,7 @@ from mpidist.options import ReduceOp, VariableAggregation, VariableSynchronizati
 from mpidist.strategy import assignment
 from mpidist.strategy.assignment import batch_indices, row_indices
 from mpidist.util import nest, validation
+from mpidist.util.dtypes import accumulator_dtype, is_floating, is_integer, traits
 from mpidist.values import (
     ArrayView,
     DistributedValues,
@@ -169,10 +170,10 @@ class Variable(ArrayView, DistributedValues):
         call = f"Variable {self._name}"
         local = extended.consensus.run(call, prepare)
         local = extended.broadcast_from_first(call, local)
-        self._can_overflow = local.dtype.kind in "iu"
+        self._can_overflow = is_integer(local.dtype)
         # Whether values of several replicas can be combined to one
         self._is_combined = self._aggregation in (_SUM, _FIRST) or (
-            self._aggregation is _MEAN and arrays.is_floating(local.dtype)
+            self._aggregation is _MEAN and is_floating(local.dtype)
         )
         self._number = _number_class(local)
         super().__init__((make_read_only(local),), (extended.replica_id,))
@@ -518,6 +519,7 @@ class Variable(ArrayView, DistributedValues):
                 "the copies could become unequal; create it with an aggregation, or "
                 "change it with merge_call and extended.update"
             )
+        accumulator_dtype(self.dtype, self._name)
         raise ArgumentError(
             f"{call} in replica context is refused: it has dtype {self.dtype.name}, "
             "which cannot hold a MEAN; use a floating dtype or another aggregation"
@@ -881,7 +883,6 @@ def _number_class(array: Any) -> Any:
     None for NumPy's bool, which has no subclasses, and for CuPy arrays, whose elements
     are arrays.
     """
-    is_number = (
-        isinstance(array, np.ndarray) and array.dtype.char in "bhilqBHILQefdgFDG"
-    )
+    found = traits(array.dtype)
+    is_number = isinstance(array, np.ndarray) and found.is_native and found.is_summed
     return _subclass(array.dtype.type) if is_number else None

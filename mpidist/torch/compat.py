@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -135,7 +136,8 @@ def register(
             name, create, extended_api=True, devices=[d.type for d in _DEVICES]
         )
     # A module that is hidden by its function of the same name
-    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    module = importlib.import_module("torch.distributed.rendezvous")
+    handlers = module._rendezvous_handlers
     from_environment = handlers["env"]
     if getattr(from_environment, "is_by_mpi", False):
         return

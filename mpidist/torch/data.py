@@ -82,6 +82,7 @@ def _to_tensor(array: Any) -> Any:
         return array
     if arrays.is_device_array(array):
         return torch.from_dlpack(array)
+    arrays.require_plain(array, "a batch for PyTorch")
     array = np.asarray(array)
     # PyTorch has no read-only tensors, swapped bytes or negative strides
     if not (

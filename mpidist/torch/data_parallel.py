@@ -28,9 +28,6 @@ from mpidist.torch.process_group import group_of
 from mpidist.util import logs, nest, validation
 
 CALL = "DistributedDataParallel"
-_OF_TORCH = frozenset(
-    inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
-) - {"module"}
 # Arguments of earlier versions of this class, and what to do instead
 _FORMER = {
     "batch_dim": "pass rows=len (called with the inputs), or rows='equal'",
@@ -359,7 +356,7 @@ def _check(
             raise ArgumentError(f"{CALL} needs strategy or {name}, not both")
         if name in _FORMER:
             raise ArgumentTypeError(f"{CALL} has no argument {name!r}: {_FORMER[name]}")
-        if name not in _OF_TORCH:
+        if name not in _arguments_of_torch():
             raise ArgumentTypeError(f"{CALL} has no argument {name!r}")
     if not (rows is None or rows == "equal" or callable(rows)):
         raise ArgumentTypeError(
@@ -379,6 +376,13 @@ def _check(
         _check_layer(name or "module", layer, device)
     if not any(p.requires_grad for p in module.parameters()):
         raise ArgumentError(f"{CALL} needs a parameter that requires a gradient")
+
+
+@functools.cache
+def _arguments_of_torch() -> frozenset[str]:
+    """Return the names of the arguments of PyTorch's class, but for the module."""
+    signature = inspect.signature(torch.nn.parallel.DistributedDataParallel)
+    return frozenset(signature.parameters) - {"module"}
 
 
 def _check_tensor(name: str, tensor: Any, device: str) -> None:

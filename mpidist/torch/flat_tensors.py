@@ -19,7 +19,7 @@ from mpidist.errors import (
 )
 from mpidist.options import ReduceOp
 from mpidist.torch import compat
-from mpidist.util.serialization import dtype_of
+from mpidist.util.dtypes import dtype_of, is_integer
 
 _REDUCE_OPS = {
     "SUM": ReduceOp.SUM,
@@ -138,10 +138,8 @@ class Reduction(NamedTuple):
         array = source.array
         if name == "PREMUL_SUM":
             array = array * np.asarray(self.factor, array.dtype)
-        is_integer = array.dtype.kind in "iu"
-        return ReduceOp.SUM if name == "AVG" and is_integer else _REDUCE_OPS[
-            name
-        ], array
+        is_sum = name == "AVG" and is_integer(array.dtype)
+        return ReduceOp.SUM if is_sum else _REDUCE_OPS[name], array
 
     def adds_in_place(self, source: FlatTensor) -> bool:
         """Return whether a tensor's memory may hold the sum."""
@@ -153,7 +151,7 @@ class Reduction(NamedTuple):
 
         It is rounded towards zero, as by NCCL.
         """
-        if self.name != "AVG" or sums.dtype.kind not in "iu":
+        if self.name != "AVG" or not is_integer(sums.dtype):
             return sums
         # divmod rounds down: negative quotients with a rest are one too small
         quotient, rest = np.divmod(sums, ranks)
@@ -161,7 +159,7 @@ class Reduction(NamedTuple):
 
     def require_integers(self, source: FlatTensor) -> None:
         """Raise a DTypeError if a tensor cannot be reduced bit by bit."""
-        if source.array.dtype.kind not in "iu":
+        if not is_integer(source.array.dtype):
             raise DTypeError(f"{source.dtype} cannot be reduced by {self.name}")
 
 

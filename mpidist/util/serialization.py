@@ -10,7 +10,7 @@ import base64
 import ctypes
 import json
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -95,33 +95,3 @@ def _decode(part: Any, give: Callable[[Any], Any]) -> Any:
         return give(rest[0])
     parts = [_decode(value, give) for value in rest[0]]
     return tuple(parts) if kind == "tuple" else parts
-
-
-def text_of(dtype: np.dtype[Any]) -> Any:
-    """Return a JSON-compatible description of a dtype, for `dtype_of`."""
-    is_foreign = dtype.kind == "V" and dtype.fields is None and dtype.name[:4] != "void"
-    return dtype.name if is_foreign else np.lib.format.dtype_to_descr(dtype)
-
-
-def dtype_of(text: Any) -> np.dtype[Any]:
-    """Return the dtype of a description by `text_of`."""
-    if isinstance(text, str) and text.isalnum() and not hasattr(np, text):
-        import ml_dtypes
-
-        return np.dtype(getattr(ml_dtypes, text, text))
-    return np.lib.format.descr_to_dtype(_with_tuples(text))
-
-
-def _with_tuples(text: Any) -> Any:
-    """Turn JSON's lists into the tuples of NumPy's description of fields."""
-    if isinstance(text, str):
-        return text
-    return [tuple(map(_field, field)) for field in text]
-
-
-def _field(part: Any) -> Any:
-    """Convert one item of a field: its name, title, dtype or shape."""
-    if not isinstance(part, Sequence) or isinstance(part, str):
-        return part
-    is_fields = part and isinstance(part[0], list)
-    return _with_tuples(part) if is_fields else tuple(part)

@@ -299,7 +299,9 @@ def test_a_state_gets_the_classes_of_the_state_before(strategy, mpi_tmp_path):
 )
 def test_what_would_come_back_as_another_type(strategy, mpi_tmp_path, value):
     checkpoint = mpidist.Checkpoint(strategy=strategy, own=State([value]))
-    with pytest.raises(mpidist.ArgumentTypeError, match=r"own/0.*cannot be saved"):
+    with pytest.raises(
+        mpidist.ArgumentTypeError, match=r"own/0.*(be saved|plain array)"
+    ):
         checkpoint.write(mpi_tmp_path / "x")
 
 

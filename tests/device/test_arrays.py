@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist.device import arrays, binding
+from mpidist.util import dtypes
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 VALUES = np.arange(6, dtype="f4").reshape(2, 3)
@@ -188,22 +189,22 @@ INTEGERS = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"]
 @pytest.mark.parametrize("dtype", [np.dtype(x) for x in FLOATS + INTEGERS], ids=str)
 def test_dtypes_of_sums_and_means(dtype):
     is_half, is_float = dtype in ("f2", BFLOAT16), dtype.char not in "bhilqBHILQ"
-    assert arrays.is_float16(dtype) is is_half
-    assert arrays.is_floating(dtype) is is_float
-    assert arrays.accumulator_dtype(dtype) == ("f4" if is_half else dtype)
-    assert arrays.mean_dtype(dtype) == (dtype if is_float else "f8")
+    assert dtypes.is_float16(dtype) is is_half
+    assert dtypes.is_floating(dtype) is is_float
+    assert dtypes.accumulator_dtype(dtype) == ("f4" if is_half else dtype)
+    assert dtypes.mean_dtype(dtype) == (dtype if is_float else "f8")
 
 
 @pytest.mark.parametrize(
     "dtype", ["?", "U3", "S3", "M8[s]", "m8[s]", "V4", [("x", "f4")]]
 )
-@pytest.mark.parametrize("fn", [arrays.accumulator_dtype, arrays.mean_dtype])
+@pytest.mark.parametrize("fn", [dtypes.accumulator_dtype, dtypes.mean_dtype])
 def test_dtypes_that_cannot_be_added_are_refused_by_name(fn, dtype):
     dtype = np.dtype(dtype)
     with pytest.raises(mpidist.DTypeError) as info:
         fn(dtype, "loss")
-    assert str(info.value).startswith(f"loss has dtype {dtype.name}, which cannot be")
-    assert not arrays.is_floating(dtype)
+    assert str(info.value).startswith(f"loss has dtype {dtype}, which cannot be")
+    assert not dtypes.is_floating(dtype)
 
 
 def test_on_the_cpu_nothing_moves():

@@ -7,6 +7,7 @@ from mpidist.errors import ArgumentError, ArgumentTypeError
 
 jax = pytest.importorskip("jax")
 mj = pytest.importorskip("mpidist.jax")
+gradients = pytest.importorskip("mpidist.jax.gradients")
 jnp = jax.numpy
 
 RANDOM = np.random.default_rng(3)
@@ -50,6 +51,37 @@ def test_the_mean_is_over_rows(comm, strategy, wrap, first):
     require_close(got, jax.value_and_grad(loss_of)(weights(), X, Y))
     gradient = wrap(mj.grad(loss_of, strategy=strategy))(weights(), X[rows], Y[rows])
     require_close(gradient, got[1])
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, mj.jit])
+@pytest.mark.parametrize("first", [None, 0])
+def test_a_loss_divided_by_the_rows_of_all_replicas(comm, strategy, wrap, first):
+    def of_all(weights, x, y):
+        return loss_of(weights, x, y) if len(x) == len(X) else None
+
+    def of_part(weights, x, y):
+        losses = (x @ weights["w"] + weights["b"] - y) ** 2
+        return jnp.sum(losses) / len(X), len(x)
+
+    rows, expected = share(comm, first), jax.value_and_grad(of_all)(weights(), X, Y)
+    options = {"reduction": "sum", "has_aux": True, "strategy": strategy}
+    step = wrap(mj.value_and_grad(of_part, **options))
+    (value, count), gradient = step(weights(), X[rows], Y[rows])
+    require_close((value, gradient), expected)
+    assert int(count) == len(X[rows])
+    gradient, _ = wrap(mj.grad(of_part, **options))(weights(), X[rows], Y[rows])
+    require_close(gradient, expected[1])
+
+
+def test_it_is_said_once_how_losses_are_combined(comm, strategy, caplog):
+    gradients._say_how.cache_clear()
+    caplog.set_level("INFO", "mpidist.jax")
+    for _ in range(2):
+        mj.value_and_grad(loss_of, strategy=strategy)(weights(), X, Y)
+    said = [r for r in caplog.records if "reduction='sum'" in r.getMessage()]
+    assert len(said) == (comm.size > 1)
+    with pytest.raises(ArgumentError, match=r"reduction must be.*'total'"):
+        mj.grad(loss_of, reduction="total")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -1,6 +1,8 @@
 """Statistics of all ranks' rows: NumPy and SciPy's definitions are the oracle."""
 
 import math
+import operator
+import warnings
 from fractions import Fraction
 
 import ml_dtypes
@@ -13,10 +15,8 @@ from mpidist.errors import (
     ArgumentTypeError,
     ContextError,
     MismatchError,
-    UnsupportedError,
 )
 from mpidist.statistics import ConfusionMatrix, Histogram, Moments, Quantiles
-from mpidist.statistics import quantiles as quantiles_module
 
 pytestmark = [pytest.mark.comm, pytest.mark.mpi]
 
@@ -248,7 +248,6 @@ def test_a_wrong_quantile_of_one_rank_is_an_error_on_all(comm, strategy, q):
 
 @pytest.mark.parametrize("error", [0.01, 0.2, 1e-3])
 def test_quantiles_are_as_near_as_they_say(comm, strategy, error):
-    pytest.importorskip("ddsketch")
     rng = np.random.default_rng(0)
     rows = rng.normal(size=501) * 10.0 ** rng.integers(-3, 4, 501)
     rows[:20] = 0
@@ -267,7 +266,6 @@ def test_quantiles_are_as_near_as_they_say(comm, strategy, error):
 
 
 def test_quantiles_of_numbers_without_logarithm(comm, strategy):
-    pytest.importorskip("ddsketch")
     sketch = Quantiles(strategy=strategy)
     assert np.isnan(sketch.result(0.5))
     if comm.rank == comm.size - 1:
@@ -284,13 +282,108 @@ def test_quantiles_of_numbers_without_logarithm(comm, strategy):
         sketch.result(1.5)
 
 
-def test_quantiles_without_their_package(strategy, monkeypatch):
-    def missing(_):
-        raise ImportError
+def missing_rows(rng, count=60):
+    """Rows of a map of 2 x 3 cells with missing values; one cell has nothing else."""
+    rows = 280 + 20 * rng.normal(size=(count, 2, 3))
+    rows[rng.random(rows.shape) < 0.2] = np.nan
+    rows[:, 1, 2] = np.nan
+    return rows
 
-    monkeypatch.setattr(quantiles_module.importlib, "import_module", missing)
-    with pytest.raises(UnsupportedError, match="pip install ddsketch"):
-        Quantiles(strategy=strategy)
+
+@pytest.mark.parametrize("skip_nan", [False, True])
+def test_quantiles_of_each_cell_of_a_map(comm, strategy, skip_nan):
+    rows = missing_rows(np.random.default_rng(0))
+    rows[:, 0, 0], rows[::2, 0, 1] = 7, -rows[::2, 0, 1]
+    sketch = Quantiles(strategy=strategy, axis=0, skip_nan=skip_nan)
+    for batch in np.array_split(share(rows, comm), 3):
+        sketch.update_state(batch)
+    q = [0, 0.3, 0.5, 1]
+    found, quantile = sketch.result(q), np.nanquantile if skip_nan else np.quantile
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of NumPy: a cell has nan only
+        expected = quantile(rows, q, axis=0, method="lower")
+    np.testing.assert_allclose(found, expected, rtol=0.01)
+    assert sketch.result().shape == (2, 3)
+    other = Quantiles(strategy=strategy, axis=0, skip_nan=skip_nan)
+    other.set_state(sketch.get_state())
+    assert other.result(q).tobytes() == found.tobytes()
+    with pytest.raises(ArgumentError, match="shape"):
+        sketch.update_state(np.ones((2, 3, 2)))
+    assert np.isnan(Quantiles(strategy=strategy, axis=0).result())
+
+
+@pytest.mark.parametrize("dtype", ["f8", "f4", "f2"])
+def test_missing_values_are_left_out(comm, strategy, dtype):
+    rows = missing_rows(np.random.default_rng(0)).astype(dtype)
+    rows[0, 0] = -np.inf, np.inf, np.nan
+    found = strategy.statistics_of(share(rows, comm), 1, skip_nan=True)
+    flat = rows.reshape(len(rows), -1).astype(float)
+    flat = flat[:, [2, 3, 4]]
+    expected = [exact_moments(column[~np.isnan(column)], 1) for column in flat.T]
+    assert found.mean.ravel()[2:5].tolist() == [mean for mean, _ in expected]
+    assert found.variance.ravel()[2:5].tolist() == [each for _, each in expected]
+    assert found.mean.ravel()[:2].tolist() == [-np.inf, np.inf]
+    assert np.isnan([found.mean[1, 2], found.minimum[1, 2], found.maximum[1, 2]]).all()
+    assert found.count.tolist() == (~np.isnan(rows)).sum(axis=0).tolist()
+    assert found.minimum.dtype == rows.dtype
+    np.testing.assert_array_equal(found.minimum, np.fmin.reduce(rows))
+    np.testing.assert_array_equal(found.maximum, np.fmax.reduce(rows))
+
+
+@pytest.mark.parametrize("skip_nan", [False, True])
+@pytest.mark.parametrize(
+    "dtype", ["f8", "f4", ml_dtypes.bfloat16, "i4", "bool"], ids=str
+)
+def test_weighted_moments_are_exact(comm, strategy, mpi_tmp_path, dtype, skip_nan):
+    rng = np.random.default_rng(3)
+    rows = rows_of(dtype)
+    if dtype == "f8":  # of all magnitudes
+        rows *= 10.0 ** rng.integers(-250, 100, rows.shape)
+        rows[:, 1, 1], rows[:5, 0, 0] = rng.normal(size=40) * 1e-310, np.nan
+        rows[:, 1, 2] = rng.normal(size=40) * 1e150
+    weights = np.cos(rng.uniform(-1.5, 1.5, len(rows))) * 2.0 ** rng.integers(-40, 40)
+    weights[7] = 0
+    made = Moments(strategy=strategy, skip_nan=skip_nan)
+    pairs = (
+        np.array_split(share(rows, comm), 3),
+        np.array_split(share(weights, comm), 3),
+    )
+    for batch, part in zip(*pairs, strict=True):
+        made.update_state(batch, sample_weight=part)
+    found = made.result()
+    flat = rows.reshape(len(rows), -1).astype(float)
+    for i, column in enumerate(flat.T):
+        kept = (weights > 0) & (~np.isnan(column) | (not skip_nan))
+        mean, variance = math.nan, math.nan
+        if not np.isnan(column[kept]).any():
+            w, x = ([*map(Fraction, part[kept].tolist())] for part in (weights, column))
+            exact = sum(map(operator.mul, w, x)) / sum(w)
+            squares = sum(a * (b - exact) ** 2 for a, b in zip(w, x, strict=True))
+            mean, variance = float(exact), float(squares / sum(w))
+        np.testing.assert_array_equal(found.mean.ravel()[i], mean)
+        np.testing.assert_array_equal(found.variance.ravel()[i], variance)
+    path = mpidist.Checkpoint(strategy=strategy, made=made).write(mpi_tmp_path / "x")
+    other = Moments(strategy=strategy, skip_nan=skip_nan)
+    mpidist.Checkpoint(strategy=strategy, made=other).restore(path)
+    other.merge_state([Moments(strategy=strategy, skip_nan=skip_nan)])
+    assert other.result().mean.tobytes() == found.mean.tobytes()
+    with pytest.raises(ArgumentError, match="earlier rows were"):
+        made.update_state(rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "weights", "message"),
+    [
+        ([1.0, 2.0], [1.0], "shape"),
+        ([1.0, 2.0], [1.0, -1.0], "sample_weight must be 0, or between"),
+        ([1.0, 2.0], [1.0, np.nan], "sample_weight must be 0, or between"),
+        ([1.0, 2.0], [1.0, 1e30], "sample_weight must be 0, or between"),
+        ([1, 2**60], [1.0, 1.0], "integers up to"),
+    ],
+)
+def test_weights_that_are_none(strategy, rows, weights, message):
+    with pytest.raises(ArgumentError, match=message):
+        Moments(strategy=strategy).update_state(rows, weights)
 
 
 def test_confusion_matrix(comm, strategy):
@@ -322,7 +415,6 @@ def make_all(strategy):
 
 
 def test_saved_and_restored(comm, strategy, mpi_tmp_path):
-    pytest.importorskip("ddsketch")
     rows = np.random.default_rng(0).normal(size=(60, 2))
     made = make_all(strategy)
     for name in ("moments", "histogram", "quantiles"):

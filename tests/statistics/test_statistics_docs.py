@@ -17,7 +17,5 @@ def test_every_name_has_an_example():
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_example(strategy, comm, name):
-    if name.startswith("Quantiles"):
-        pytest.importorskip("ddsketch")
     globs = {"np": np, "mpidist": mpidist, "strategy": strategy}
     doctests.check(EXAMPLES[name], globs, comm)

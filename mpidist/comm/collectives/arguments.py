@@ -11,6 +11,7 @@ from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpidist.util import nest, validation
+from mpidist.util.dtypes import is_text
 from mpidist.values import (
     DistributedValues,
     IndexedSlices,
@@ -117,7 +118,7 @@ def describe_as(array: Any, shape: tuple[Any, ...]) -> tuple[Any, ...]:
         # Host and GPU arrays use different transports, so ranks must agree on the
         # memory too.
         return array.dtype, shape, "on a GPU"
-    if array.dtype.kind in "SU":
+    if is_text(array.dtype):
         return array.dtype, shape, "of text (pass one width, as astype('U20') has)"
     return array.dtype, shape
 

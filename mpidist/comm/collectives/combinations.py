@@ -15,6 +15,7 @@ from mpidist.comm.collectives.plans import State
 from mpidist.comm.transports.base import Transport
 from mpidist.device import arrays
 from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.util.dtypes import is_integer
 
 # Of all ranks, gathered at a time
 _BLOCK_BYTES = 32 << 20
@@ -125,7 +126,7 @@ def _combine_pack(
         if len(parts) == 1:
             total[...] = mine
         arithmetic.combine_in_order(op, parts, out=total)
-        if op is ReduceOp.PRODUCT and total.dtype.kind in "iu":
+        if op is ReduceOp.PRODUCT and is_integer(total.dtype):
             _check_product(state, total, parts, start)
 
 

@@ -206,7 +206,7 @@ def _read_rows(
             # Rows for ranks before this one come first in what rank r sent.
             begin = sum(to[:rank])
             parts.append(sent[begin : begin + to[rank]])
-        received.append(np.concatenate(parts))
+        received.append(np.concatenate(parts, dtype=rows.dtype))
     return received
 
 

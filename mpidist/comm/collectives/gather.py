@@ -165,7 +165,8 @@ def execute_gather(state: State, plan: GatherPlan, inputs: Sequence[Any]) -> lis
                 reader.next((*before, lengths[j], *behind), array.dtype)
                 for reader, lengths in zip(readers, everyone)
             ]
-            results.append(np.concatenate(parts, axis))
+            # Else a compound would lose its padding, as in no large gather
+            results.append(np.concatenate(parts, axis, dtype=array.dtype))
     return results
 
 

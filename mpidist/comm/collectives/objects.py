@@ -15,7 +15,8 @@ from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import CommunicationOptions
 from mpidist.util import validation
-from mpidist.util.serialization import decode, dtype_of, encode, text_of
+from mpidist.util.dtypes import dtype_of, text_of
+from mpidist.util.serialization import decode, encode
 
 _DEFAULT = CommunicationOptions()
 _TAKEN = (
@@ -94,11 +95,11 @@ def _encode(state: State, value: Any) -> tuple[str, list[Any]]:
     inputs: list[Any] = []
 
     def take(leaf: Any, name: str) -> Any:
-        is_plain = type(leaf) in (np.ndarray, np.memmap)
-        if isinstance(leaf, np.ndarray) and not is_plain:
+        arrays.require_plain(leaf, name)
+        if isinstance(leaf, np.recarray):
             raise ArgumentTypeError(
-                f"{name} is a {type(leaf).__qualname__}, which would come back as "
-                "a plain array; pass numpy.asarray of it"
+                f"{name} is a recarray, which would come back as a plain array; pass "
+                "numpy.asarray of it"
             )
         try:
             array = arrays.to_array(leaf, name)

@@ -45,6 +45,7 @@ from mpidist.comm.packing import Kind
 from mpidist.comm.transports.base import Transport
 from mpidist.device import arrays
 from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.util.dtypes import accumulator_dtype, is_float16, is_integer, traits
 
 # A symmetric address, or 0, and what moves the data once the ranks agree: it is given
 # whether all ranks have passed that address
@@ -522,7 +523,7 @@ def _plan_sums(
         sends = out
         if any(on_gpu):
             sends = [arithmetic.wire_dtype(dtype, compression) for dtype in out]
-    totals = map(arrays.accumulator_dtype, sends)
+    totals = map(accumulator_dtype, sends)
     narrow = [j for j, total in enumerate(totals) if total != out[j]]
     is_checked = is_sum and state.size > 1 and arithmetic.is_integer_sum(op, out)
     kinds = list(zip(sends, on_gpu))
@@ -555,7 +556,7 @@ def _divide(
         size = sum(sizes[j] for j in members)
         # Sums of 16-bit floats are accumulated in float32; see
         # `Transport.allreduce`.
-        total = arrays.accumulator_dtype(kind[0])
+        total = accumulator_dtype(kind[0])
         adder = _narrowing(state, kind, options)
         wire = None
         if adder is not None:
@@ -574,7 +575,7 @@ def _narrowing(
     """Return the transport that compresses arrays, if requested."""
     dtype, is_device = kind
     # Integers and 16-bit numbers would not become narrower.
-    is_wide = dtype.kind == "f" and dtype.itemsize > 2
+    is_wide = traits(dtype).is_narrowed
     if options.compression is None or is_device or not is_wide:
         return None
     return state.transports.narrowing(implementation_of(options), options.reproducible)
@@ -588,7 +589,7 @@ def _transport_for(
     transport: Transport | None,
 ) -> Transport:
     dtype, is_device = kind
-    is_ordered = options.reproducible or arrays.is_float16(dtype)
+    is_ordered = options.reproducible or is_float16(dtype)
     # A transport that was chosen for all is replaced where it cannot do this pack.
     if (
         transport is None
@@ -731,7 +732,7 @@ def _check_integers(
     # together.
     if not totals[-1][0]:
         return
-    integers = [j for j, a in enumerate(partial) if a.dtype.kind in "iu"]
+    integers = [j for j, a in enumerate(partial) if is_integer(a.dtype)]
     with state.consensus.call("a sum of large integers") as call:
         sum_wide = call.reserve(
             lambda: summation(
@@ -784,4 +785,4 @@ def _pack(
 
 
 def _total_dtype(array: Any) -> np.dtype[Any]:
-    return arrays.accumulator_dtype(array.dtype)
+    return accumulator_dtype(array.dtype)

@@ -18,6 +18,7 @@ from mpidist.device import arrays
 from mpidist.errors import ArgumentError, DTypeError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest
+from mpidist.util.dtypes import accumulator_dtype, is_integer, mean_dtype
 from mpidist.values import IndexedSlices, local_component
 
 
@@ -104,11 +105,11 @@ def _take_slices(state: State, slices: IndexedSlices) -> Sequence[Any]:
     indices = arrays.to_array(slices.indices, "indices of IndexedSlices")
     state.transports.require_reachable(values, "values of IndexedSlices")
     state.transports.require_reachable(indices, "indices of IndexedSlices")
-    if indices.dtype.kind not in "iu":
+    if not is_integer(indices.dtype):
         raise DTypeError(
             f"indices of IndexedSlices must be integers, not {indices.dtype.name}"
         )
-    arrays.summable(values.dtype, "values of IndexedSlices")
+    accumulator_dtype(values.dtype, "values of IndexedSlices")
     if not values.ndim or indices.ndim != 1:
         raise ArgumentError(
             "values of IndexedSlices need a first dimension, of rows, and indices "
@@ -125,10 +126,10 @@ def _join(
     state: State, op: ReduceOp, inputs: IndexedSlices, values: Any, indices: Any
 ) -> IndexedSlices:
     if op is ReduceOp.MEAN:
-        out = arrays.mean_dtype(values.dtype)
+        out = mean_dtype(values.dtype)
         # Each rank's rows are divided by the number of ranks: the sum of rows with
         # equal indices is the mean.
-        wide = values.astype(arrays.accumulator_dtype(out), copy=False)
+        wide = values.astype(accumulator_dtype(out), copy=False)
         values = (wide / state.consensus.size).astype(out, copy=False)
     return IndexedSlices(
         arrays.like(values, inputs.values),

@@ -158,6 +158,8 @@ class SymmetricMemory:
 
 def _view(memory: Any, start: int, shape: tuple[int, ...], dtype: Any) -> Any:
     size = math.prod(shape) * dtype.itemsize
+    if not size:  # no bytes can be viewed as elements without any
+        return np.zeros(shape, dtype)
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
