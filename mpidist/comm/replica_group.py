@@ -296,6 +296,14 @@ class ReplicaGroup:
             operation, reduce_op, value, options, self._prepare
         )
 
+    def reduce_own(self, operation: str, reduce_op: str, value: Any) -> Any:
+        """Return the reduction of numbers of this library, not of the user's.
+
+        Such as counts of rows: no option, compression or CrossDeviceOps changes them.
+        """
+        self.topology.require_open()
+        return self.collectives.all_reduce(operation, reduce_op, value)
+
     def reduce_over_axis(
         self, operation: str, reduce_op: ReduceOp | str, value: Any, axis: Axis
     ) -> Any:

@@ -6,8 +6,10 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
+from mpidist.comm.consensus.public_calls import announce_errors
 from mpidist.comm.gradient_buckets import GradientBuckets
 from mpidist.comm.packing import Axis
 from mpidist.context import Scope, enter, in_replica_of, require_cross_replica
@@ -616,6 +618,23 @@ class Strategy:
         return (
             f"<{type(self).__name__}: replica {self._extended.replica_id} of {where}>"
         )
+
+
+announce_errors(
+    Strategy,
+    (
+        *("run", "reduce", "gather", "broadcast", "broadcast_object", "barrier"),
+        *("gather_objects", "symmetric_like", "gradient_buckets", "statistics_of"),
+        "experimental_distribute_values_from_function",
+        "experimental_distribute_dataset",
+        *("distribute_datasets_from_function", "experimental_finalize"),
+    ),
+    attrgetter("_extended.consensus"),
+)
+# Aliases are the same functions
+Strategy.experimental_distribute_datasets_from_function = (
+    Strategy.distribute_datasets_from_function
+)
 
 
 def _local_result(leaf: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -186,14 +186,16 @@ def _execute(
 ) -> list[Any]:
     """Return the reductions of the leaves. Collective."""
 
-    def prepare() -> tuple[_Partial, Any]:
+    def prepare() -> tuple[_Partial, Callable[[], list[Any]]]:
         # The plan is cached and shared by threads; memory belongs to this call.
-        partial, sum_here = _reduce_own(state, plan, inputs), None
-        if plan.op.adds and plan.packed is None:
-            sum_here = (summation or functools.partial(prepare_sums, state))(
-                partial.sent, plan.options
-            )
-        return partial, sum_here
+        partial = _reduce_own(state, plan, inputs)
+        if not plan.op.adds or plan.packed is not None:
+            return partial, list
+        count, add = len(inputs), functools.partial(prepare_sums, state)
+        sum_values = (summation or add)(partial.sent[:count], plan.options)
+        # Lengths, and what shows overflows, are not the user's to change
+        sum_rest = add(partial.sent[count:], _DEFAULT)
+        return partial, lambda: [*sum_values(), *sum_rest()]
 
     with plan.call as call:
         # A reduction of this rank's rows may fail (memory)

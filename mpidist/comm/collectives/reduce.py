@@ -494,7 +494,7 @@ def prepare(
         else:
             totals = sum_here()
         if sums.is_checked:
-            _check_integers(state, partial, totals, options, summation)
+            _check_integers(state, partial, totals)
             del totals[-1]  # the flag is not a result
         if op is ReduceOp.MEAN or narrow:
             arithmetic.finish(op, totals, narrow, state.size)
@@ -709,23 +709,16 @@ def _count_large(state: State, partial: Sequence[Any]) -> Any:
     return np.array([is_large], _FLAG)
 
 
-def _check_integers(
-    state: State,
-    partial: Sequence[Any],
-    totals: list[Any],
-    options: CommunicationOptions,
-    summation: Summation,
-) -> None:
+def _check_integers(state: State, partial: Sequence[Any], totals: list[Any]) -> None:
     """Raise, on all ranks, if sums of integers do not fit. Collective.
 
-    Only if some rank has large integers, all are added again in float64.
+    Only if some rank has large integers, all are added again in float64, whatever
+    options and operations the user has chosen for the sums.
 
     Args:
       state: of the strategy.
       partial: the summands; the last one is the result of `_count_large`.
       totals: the sums; those of narrow dtypes are replaced by exact ones.
-      options: see `CommunicationOptions`.
-      summation: prepares sums of arrays.
     """
     # The total of all ranks' flags: zero on all or none, so all return here
     # together.
@@ -734,8 +727,8 @@ def _check_integers(
     integers = [j for j, a in enumerate(partial) if a.dtype.kind in "iu"]
     with state.consensus.call("a sum of large integers") as call:
         sum_wide = call.reserve(
-            lambda: summation(
-                [partial[j].astype(np.float64) for j in integers], options
+            lambda: prepare_sums(
+                state, [partial[j].astype(np.float64) for j in integers], _DEFAULT
             )
         )
         call.agree()

@@ -1,0 +1,80 @@
+"""Public collectives announce each error that escapes from them on one rank alone.
+
+Whatever fails before the ranks compare their calls, from the first line on, is raised
+on all: an argument, memory, a signal handler. Without that, the next call of this rank
+would match this one of the others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+from mpidist.comm.consensus.consensus import Consensus
+
+
+def announce_errors(
+    kind: type,
+    names: Collection[str],
+    find: Callable[[Any], Consensus],
+    is_local: Callable[[Any, str], bool] | None = None,
+) -> None:
+    """Make methods of a class announce what escapes from them; see the module.
+
+    Args:
+      kind: the class.
+      names: of the methods, which it defines itself.
+      find: returns the consensus of an object.
+      is_local: given an object and a name, whether that call was not collective.
+    """
+    for name in names:
+        setattr(kind, name, announcing(kind.__dict__[name], find, is_local))
+
+
+def announcing(
+    method: Callable[..., Any],
+    find: Callable[[Any], Consensus],
+    is_local: Callable[[Any, str], bool] | None = None,
+) -> Any:
+    """Return a method, or function, that announces what escapes from it.
+
+    Args:
+      method: its first argument is an object.
+      find: see `announce_errors`.
+      is_local: see there.
+    """
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = None
+        try:  # a signal handler may raise between any two lines
+            state = find(self).lock.state.__dict__
+            before = state["events"], state["depth"]
+            return method(self, *args, **kwargs)
+        except BaseException as error:
+            if is_local is None or not is_local(self, name):
+                _announce(find, self, name, error, before if state else None)
+            raise
+
+    return call
+
+
+def _announce(
+    find: Callable[[Any], Consensus],
+    of: Any,
+    name: str,
+    error: BaseException,
+    before: tuple[int, int] | None,
+) -> None:
+    """Announce an error; `before`: this thread's events and depth, if known."""
+    try:
+        consensus = find(of)
+    except Exception:  # there is none, or no more: this may be the error
+        return
+    state = consensus.lock.state
+    events, depth = before or (state.events, state.depth)
+    if not depth:
+        consensus.lock.free(error)
+    consensus.escaped(name, error, events, depth)
