@@ -40,6 +40,7 @@ from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.packing import Axis
 from mpidist.errors import ArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.util.last_resort import with_spare
 
 _DEFAULT = CommunicationOptions()
 
@@ -215,7 +216,7 @@ def _execute(
         if plan.is_large:
             results = call.finish(finish, plan, totals, partial.rough)
         else:
-            results = finish(plan, totals, partial.rough)
+            results = with_spare(finish, plan, totals, partial.rough)
     # As NumPy's sum does, give an array scalar where no dimension is left
     return [result[()] for result in results]
 

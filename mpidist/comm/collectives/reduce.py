@@ -45,6 +45,7 @@ from mpidist.comm.packing import Kind
 from mpidist.comm.transports.base import Transport
 from mpidist.device import arrays
 from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.util.last_resort import spare
 
 # A symmetric address, or 0, and what moves the data once the ranks agree: it is given
 # whether all ranks have passed that address
@@ -374,14 +375,21 @@ def reduce_packed(state: State, plan: ReducePlan, inputs: Sequence[Any]) -> list
             parts: Sequence[Sequence[Any]] = [(a,) for a in alone]
         else:
             parts = call.exchange(plan.pages, fill)
-        # Views of shared pages, valid until the next agreement: totals are our own
-        for pack, everyone in zip(plan.packs, parts):
-            total = plan.combine(everyone)
-            if plan.divisor:
-                total /= plan.divisor
-            if pack.dtype != pack.out:
-                total = total.astype(pack.out)
-            pack.take_apart(total, results)
+        while True:
+            try:
+                # Views of shared pages, valid until the next agreement: totals are
+                # our own
+                for pack, everyone in zip(plan.packs, parts):
+                    total = plan.combine(everyone)
+                    if plan.divisor:
+                        total /= plan.divisor
+                    if pack.dtype != pack.out:
+                        total = total.astype(pack.out)
+                    pack.take_apart(total, results)
+                break
+            except MemoryError:  # the other ranks have their results: once more
+                if not spare.release():
+                    raise
         # If any rank's flag is set, all ranks check
         if plan.has_integers and (
             plan.op is ReduceOp.PRODUCT or state.consensus.comparison.is_any_large
@@ -549,8 +557,9 @@ def _divide(
         return []
     sizes = list(map(math.prod, shapes))
     sizes_bytes = [n * dtype.itemsize for n, (dtype, _) in zip(sizes, kinds)]
+    whole = {k for k in kinds if transport is None and _is_one_pack(state, k, options)}
     packs = []
-    for members in packing.groups(kinds, sizes_bytes, options.bytes_per_pack):
+    for members in packing.groups(kinds, sizes_bytes, options.bytes_per_pack, whole):
         kind = kinds[members[0]]
         size = sum(sizes[j] for j in members)
         # Sums of 16-bit floats are accumulated in float32; see
@@ -566,6 +575,21 @@ def _divide(
         inside = [shapes[j] for j in members]
         packs.append(_SumPack(members, inside, size, total, adder, wire))
     return packs
+
+
+def _is_one_pack(state: State, kind: Kind, options: CommunicationOptions) -> bool:
+    """Return whether the bits of sums could depend on how arrays are packed.
+
+    They do if the order of additions depends on the size of a pack, or on the place in
+    it, and is not that of the ranks.
+    """
+    dtype, is_device = kind
+    is_exact = dtype.kind in "iu" or state.size == 2
+    is_ordered = options.reproducible or arrays.is_float16(dtype)
+    how = implementation_of(options)
+    return not (
+        is_exact or state.transports.pick(how, is_ordered, is_device).is_ordered
+    )
 
 
 def _narrowing(

@@ -44,7 +44,7 @@ def announcing(
       find: see `announce_errors`.
       is_local: see there.
     """
-    name = method.__name__
+    name = method.__name__.replace("__init__", method.__qualname__.partition(".")[0])
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,6 +56,10 @@ def announcing(
         except BaseException as error:
             if is_local is None or not is_local(self, name):
                 _announce(find, self, name, error, before if state else None)
+            trace = error.__traceback__
+            if trace is not None and trace.tb_next is not None:
+                # Tracebacks begin with the user's call of the method
+                BaseException.with_traceback(error, trace.tb_next)
             raise
 
     return call
