@@ -23,18 +23,18 @@ class _Spare:
     """Address space that is given back when memory is short: none of it is used."""
 
     def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
+        self.memory: mmap.mmap | None = None
         self.restore()
 
     def restore(self) -> None:
         """Reserve it again, if there is memory."""
-        if self._memory is None:
+        if self.memory is None:
             with contextlib.suppress(OSError, MemoryError):
-                self._memory = mmap.mmap(-1, _SPARE_BYTES)
+                self.memory = mmap.mmap(-1, _SPARE_BYTES)
 
     def release(self) -> bool:
         """Give it back; return whether there was any."""
-        memory, self._memory = self._memory, None
+        memory, self.memory = self.memory, None
         if memory is not None:
             memory.close()
         return memory is not None

@@ -246,7 +246,7 @@ class Consensus:
 
     def is_plain(self) -> bool:
         """Return whether this rank may send the digest of a call at once: it will."""
-        if self.broken is not None:
+        if self.broken is not None or spare.memory is None:
             return False
         lock = self.lock  # this thread holds it
         state = lock.state.__dict__
@@ -431,7 +431,7 @@ class Consensus:
     def _break(self, reason: str, is_deadline: bool = False) -> None:
         """Mark the strategy as broken on this rank, and notify the others."""
         self.broken = reason
-        self.departures.announce(reason, is_deadline)
+        self.departures.leave(reason, is_deadline)
 
     def run(
         self,

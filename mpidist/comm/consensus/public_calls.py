@@ -19,6 +19,7 @@ def announce_errors(
     names: Collection[str],
     find: Callable[[Any], Consensus],
     is_local: Callable[[Any, str], bool] | None = None,
+    after: Callable[[Any, str, BaseException], None] | None = None,
 ) -> None:
     """Make methods of a class announce what escapes from them; see the module.
 
@@ -27,15 +28,17 @@ def announce_errors(
       names: of the methods, which it defines itself.
       find: returns the consensus of an object.
       is_local: given an object and a name, whether that call was not collective.
+      after: called with an object, a name and an error that was announced.
     """
     for name in names:
-        setattr(kind, name, announcing(kind.__dict__[name], find, is_local))
+        setattr(kind, name, announcing(kind.__dict__[name], find, is_local, after))
 
 
 def announcing(
     method: Callable[..., Any],
     find: Callable[[Any], Consensus],
     is_local: Callable[[Any, str], bool] | None = None,
+    after: Callable[[Any, str, BaseException], None] | None = None,
 ) -> Any:
     """Return a method, or function, that announces what escapes from it.
 
@@ -43,19 +46,23 @@ def announcing(
       method: its first argument is an object.
       find: see `announce_errors`.
       is_local: see there.
+      after: see there.
     """
     name = method.__name__.replace("__init__", method.__qualname__.partition(".")[0])
+    closed = int(method.__name__ == "__exit__")  # scopes that it ends
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = None
         try:  # a signal handler may raise between any two lines
             state = find(self).lock.state.__dict__
-            before = state["events"], state["depth"]
+            before = state["events"], state["depth"] - closed
             return method(self, *args, **kwargs)
         except BaseException as error:
             if is_local is None or not is_local(self, name):
                 _announce(find, self, name, error, before if state else None)
+            if after is not None:
+                after(self, name, error)
             trace = error.__traceback__
             if trace is not None and trace.tb_next is not None:
                 # Tracebacks begin with the user's call of the method
