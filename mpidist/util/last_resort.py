@@ -10,13 +10,14 @@ import contextlib
 import mmap
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
 # Small results of all ranks (see `packing.LARGE_BYTES`) and Python's arenas of 1 MiB
 _SPARE_BYTES = 8 << 20
 _FRAMES = 1000  # an exchange of errors takes about 60
+_EXIT_FRAMES = 20
 
 
 class _Spare:
@@ -63,24 +64,31 @@ def with_spare(fn: Callable[..., T], *args: object) -> T:
     return fn(*args)
 
 
-_lock = threading.Lock()
-_users = 0
-_former_limit = 0
+class MoreStack:
+    """A context in which recursion may be deeper, in all threads, for an exchange."""
 
+    _lock = threading.Lock()
+    _users = 0
+    _limit = 0  # the program's
+    _set = 0  # the last one that was set here
 
-@contextlib.contextmanager
-def more_stack() -> Iterator[None]:
-    """Allow a deeper recursion, in all threads, for the time of an exchange."""
-    global _users, _former_limit
-    with _lock:
-        _users += 1
-        if _users == 1:
-            _former_limit = sys.getrecursionlimit()
-            sys.setrecursionlimit(_former_limit + _FRAMES)
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if not _users:
-                sys.setrecursionlimit(_former_limit)
+    def __enter__(self) -> None:
+        cls = MoreStack
+        with cls._lock:
+            if not cls._users:
+                limit = sys.getrecursionlimit()
+                cls._limit = cls._limit if limit == cls._set else limit
+                cls._set = cls._limit + _FRAMES
+                sys.setrecursionlimit(cls._set)
+            cls._users += 1
+
+    def __exit__(self, *_: object) -> None:
+        cls = MoreStack
+        with cls._lock:
+            cls._users -= 1
+            if not cls._users:
+                try:
+                    sys.setrecursionlimit(cls._limit)
+                except RecursionError:  # these frames are beyond it: next time
+                    cls._set = cls._limit + _EXIT_FRAMES
+                    sys.setrecursionlimit(cls._set)

@@ -51,7 +51,7 @@ from mpidist.comm.consensus.waiting import (
 from mpidist.errors import CollectiveError, ContextError, DeadlineError, MpidistError
 from mpidist.util.forks import FORKED, call_in_child
 from mpidist.util.hashing import hash62
-from mpidist.util.last_resort import more_stack, spare
+from mpidist.util.last_resort import MoreStack, spare
 from mpidist.util.tracebacks import fold
 
 Fields = Sequence[tuple[str, Any]]  # names and values that must be equal on all ranks
@@ -245,16 +245,13 @@ class Consensus:
             return self.comparison.is_same_address
 
     def is_plain(self) -> bool:
-        """Return whether this rank may send the digest of a call at once: it will."""
+        """Return whether this rank may send the digest of a call at once."""
         if self.broken is not None or spare.memory is None:
             return False
         lock = self.lock  # this thread holds it
         state = lock.state.__dict__
-        if state is not lock.first or state["unwinding"] or state["unannounced"]:
-            return False
-        lock.can_fail = False
-        state["events"] += 1
-        return True
+        is_bound = state["unwinding"] or state["unannounced"]
+        return state is lock.first and not is_bound
 
     def settle(self, proposal: Proposal) -> None:
         """Raise on differing calls, or let another thread go first."""
@@ -301,18 +298,22 @@ class Consensus:
         if thread:
             call = call._replace(options=(*call.options, ("thread", thread)))
         number = digest(call.without_step())
-        self.lock.can_fail = False
-        self._thread.events += 1
-        self.calls += 1
-        self.begin(self.calls, call, number)
+        self.begin(self.calls + 1, call, number)
         number ^= self.progress.digest ^ call.step_digest()
         words = number, LARGE * is_large if error is None else FAILED, address
         deadline = None if timeout is None else time.monotonic() + timeout
+        self.count_comparison()
         try:
             is_agreed = self.comparison.agrees(words, deadline, yield_cpu)
             return self.note(is_agreed, self.comparison)
         except WaitTimeoutError as late:
             self._break_off(late, call.operation, timeout)
+
+    def count_comparison(self) -> None:
+        """Record that a comparison begins: from now on other ranks may go on."""
+        self.reserved, self.lock.can_fail = "", False
+        self.calls += 1
+        self._thread.events += 1
 
     def _on_error(self, error: BaseException) -> None:
         """Mark the strategy as broken unless all ranks raise this error.
@@ -321,6 +322,8 @@ class Consensus:
         the next call of this rank with theirs.
         """
         unwinding = self._thread.unwinding
+        if self.lock.can_fail and isinstance(error, Exception):
+            return  # who has called this announces it
         is_reason = unwinding is not None and error is unwinding[1]
         if not (is_reason or self.is_known(error, self._thread.events - 1)):
             self.leave(error)
@@ -378,7 +381,7 @@ class Consensus:
         spare.release_after(error)
         trace = error.__traceback__
         try:
-            with more_stack():
+            with MoreStack():
                 self.require_same(operation, error, is_late=is_late)
         except BaseException as raised:
             if raised is not error:
@@ -719,11 +722,10 @@ class Call:
             return consensus.require_same(
                 self.signature, timeout=timeout, address=address
             )
-        consensus.reserved = ""
-        consensus.calls += 1
-        consensus.begin(consensus.calls, self.signature, self._number)
+        consensus.begin(consensus.calls + 1, self.signature, self._number)
         number = self._number ^ consensus.progress.digest
         comparison = consensus.comparison
+        consensus.count_comparison()
         if not consensus.note(comparison.agrees((number, 0, address)), comparison):
             consensus.settle(Proposal(self.signature, address=address))
         return comparison.is_same_address
@@ -748,17 +750,12 @@ class Call:
             payload = Payload(pages, fill)
             consensus.require_same(self.signature, timeout=timeout, payload=payload)
             return pages.everyone[comparison.turn(0)]
-        try:
-            is_large = fill(pages.own[comparison.turn(1)])
-        except Exception:
-            self._lock.can_fail = True
-            raise
-        consensus.reserved = ""
-        consensus.calls += 1
-        consensus.begin(consensus.calls, self.signature, self._number)
+        is_large = fill(pages.own[comparison.turn(1)])
+        consensus.begin(consensus.calls + 1, self.signature, self._number)
         consensus.recorder.count(comparison.name, pages.size_bytes)
         number = self._number ^ consensus.progress.digest
         words = number, LARGE * is_large, 0
+        consensus.count_comparison()
         if not consensus.note(comparison.agrees(words), comparison):
             payload = Payload(pages, fill)
             consensus.settle(

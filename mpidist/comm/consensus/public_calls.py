@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from mpidist.comm.consensus.consensus import Consensus
+from mpidist.util.last_resort import MoreStack
 
 
 def announce_errors(
@@ -55,12 +56,17 @@ def announcing(
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = None
         try:  # a signal handler may raise between any two lines
+            if _missed.error is not None:
+                _missed.leave()
             state = find(self).lock.state.__dict__
             before = state["events"], state["depth"] - closed
             return method(self, *args, **kwargs)
         except BaseException as error:
-            if is_local is None or not is_local(self, name):
-                _announce(find, self, name, error, before if state else None)
+            try:
+                if is_local is None or not is_local(self, name):
+                    _announce(find, self, name, error, before if state else None)
+            except RecursionError:  # nothing can be called here
+                _missed.find, _missed.of, _missed.error = find, self, error
             if after is not None:
                 after(self, name, error)
             trace = error.__traceback__
@@ -80,12 +86,32 @@ def _announce(
     before: tuple[int, int] | None,
 ) -> None:
     """Announce an error; `before`: this thread's events and depth, if known."""
-    try:
-        consensus = find(of)
-    except Exception:  # there is none, or no more: this may be the error
-        return
-    state = consensus.lock.state
-    events, depth = before or (state.events, state.depth)
-    if not depth:
-        consensus.lock.free(error)
-    consensus.escaped(name, error, events, depth)
+    with MoreStack():
+        try:
+            consensus = find(of)
+        except Exception:  # there is none, or no more: this may be the error
+            return
+        state = consensus.lock.state
+        events, depth = before or (state.events, state.depth)
+        if not depth:
+            consensus.lock.free(error)
+        consensus.escaped(name, error, events, depth)
+
+
+class _Missed:
+    """The last error that could not be announced, as the stack was at its limit."""
+
+    error: BaseException | None = None
+    find: Callable[[Any], Consensus]
+    of: Any
+
+    def leave(self) -> None:
+        """Mark its strategy as broken, on all ranks."""
+        error, self.error = self.error, None
+        consensus = self.find(self.of)
+        self.of = None
+        if error is not None and not consensus.is_known(error, -1):
+            consensus.leave(error)
+
+
+_missed = _Missed()
