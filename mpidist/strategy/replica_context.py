@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from mpidist import context
 from mpidist.comm.consensus.public_calls import announce_errors
 from mpidist.context import is_current
 from mpidist.errors import ContextError
@@ -242,10 +243,12 @@ class ReplicaContext:
           >>> strategy.run(step, args=(np.ones(2),)).values
           (array([2., 2.]),)
         """
+        depth = context.depth()
         self._require_current("merge_call")
         try:
             return self._strategy.extended.merge_call(merge_fn, args, kwargs)
         except BaseException as error:
+            context.restore(depth)
             fold(error)
             raise
 

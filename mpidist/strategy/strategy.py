@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
+from mpidist import context
 from mpidist.comm.consensus.public_calls import announce_errors
 from mpidist.comm.gradient_buckets import GradientBuckets
 from mpidist.comm.packing import Axis
@@ -171,6 +172,7 @@ class Strategy:
         """
         extended = self._extended
         counters, trace = extended.consensus.recorder.counters, tracing.active
+        depth = context.depth()
         try:
             if extended.topology.closed:
                 extended.topology.require_open()
@@ -184,6 +186,7 @@ class Strategy:
                 "run", self._call_replica, fn, args, kwargs, options
             )
         except BaseException as error:
+            context.restore(depth)
             fold(error)
             raise
         if trace is not None:
@@ -492,9 +495,9 @@ class Strategy:
         call, extended = "experimental_distribute_values_from_function", self._extended
         require_cross_replica(self, call)
         replica_id = extended.replica_id
-        context = ValueContext(replica_id, extended.num_replicas)
+        where = ValueContext(replica_id, extended.num_replicas)
         value = extended.consensus.run(
-            call, lambda: validation.function("value_fn", value_fn)(context)
+            call, lambda: validation.function("value_fn", value_fn)(where)
         )
         return nest.map_leaves(lambda leaf: PerReplica((leaf,), (replica_id,)), value)
 

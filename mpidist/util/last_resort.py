@@ -69,17 +69,17 @@ class MoreStack:
 
     _lock = threading.Lock()
     _users = 0
-    _limit = 0  # the program's
-    _set = 0  # the last one that was set here
+    limit = 0  # the program's
+    set_here = 0  # the last one that was set here
 
     def __enter__(self) -> None:
         cls = MoreStack
         with cls._lock:
             if not cls._users:
                 limit = sys.getrecursionlimit()
-                cls._limit = cls._limit if limit == cls._set else limit
-                cls._set = cls._limit + _FRAMES
-                sys.setrecursionlimit(cls._set)
+                cls.limit = cls.limit if limit == cls.set_here else limit
+                cls.set_here = cls.limit + _FRAMES
+                sys.setrecursionlimit(cls.set_here)
             cls._users += 1
 
     def __exit__(self, *_: object) -> None:
@@ -88,7 +88,7 @@ class MoreStack:
             cls._users -= 1
             if not cls._users:
                 try:
-                    sys.setrecursionlimit(cls._limit)
+                    sys.setrecursionlimit(cls.limit)
                 except RecursionError:  # these frames are beyond it: next time
-                    cls._set = cls._limit + _EXIT_FRAMES
-                    sys.setrecursionlimit(cls._set)
+                    cls.set_here = cls.limit + _EXIT_FRAMES
+                    sys.setrecursionlimit(cls.set_here)

@@ -8,11 +8,16 @@ would match this one of the others.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.util.last_resort import MoreStack
+
+# To call `MoreStack` where the recursion is at its limit
+_FRAMES = 50
+_getrecursionlimit, _setrecursionlimit = sys.getrecursionlimit, sys.setrecursionlimit
 
 
 def announce_errors(
@@ -62,11 +67,20 @@ def announcing(
             before = state["events"], state["depth"] - closed
             return method(self, *args, **kwargs)
         except BaseException as error:
+            limit = 0
             try:
+                if isinstance(error, RecursionError):
+                    limit = _getrecursionlimit()
+                    if limit == MoreStack.set_here:
+                        limit = MoreStack.limit
+                    _setrecursionlimit(limit + _FRAMES)
                 if is_local is None or not is_local(self, name):
                     _announce(find, self, name, error, before if state else None)
+                if limit:
+                    _setrecursionlimit(limit)
             except RecursionError:  # nothing can be called here
                 _missed.find, _missed.of, _missed.error = find, self, error
+                _missed.limit = limit
             if after is not None:
                 after(self, name, error)
             trace = error.__traceback__
@@ -104,10 +118,13 @@ class _Missed:
     error: BaseException | None = None
     find: Callable[[Any], Consensus]
     of: Any
+    limit: int  # of the recursion; 0 if it was not changed
 
     def leave(self) -> None:
         """Mark its strategy as broken, on all ranks."""
         error, self.error = self.error, None
+        if self.limit:
+            _setrecursionlimit(self.limit)
         consensus = self.find(self.of)
         self.of = None
         if error is not None and not consensus.is_known(error, -1):
