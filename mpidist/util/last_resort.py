@@ -17,7 +17,7 @@ T = TypeVar("T")
 # Small results of all ranks (see `packing.LARGE_BYTES`) and Python's arenas of 1 MiB
 _SPARE_BYTES = 8 << 20
 _FRAMES = 1000  # an exchange of errors takes about 60
-_EXIT_FRAMES = 20
+_FEW_FRAMES = 50
 
 
 class _Spare:
@@ -64,6 +64,20 @@ def with_spare(fn: Callable[..., T], *args: object) -> T:
     return fn(*args)
 
 
+def add_frames(error: BaseException | None) -> int:
+    """Allow a few frames more after a RecursionError, to get to `MoreStack`.
+
+    Returns the limit to restore, by `sys.setrecursionlimit`; 0 after other errors.
+    """
+    if not isinstance(error, RecursionError):
+        return 0
+    limit = sys.getrecursionlimit()
+    limit = MoreStack.limit if limit == MoreStack.set_here else limit
+    MoreStack.limit, MoreStack.set_here = limit, limit + _FEW_FRAMES
+    sys.setrecursionlimit(MoreStack.set_here)
+    return limit
+
+
 class MoreStack:
     """A context in which recursion may be deeper, in all threads, for an exchange."""
 
@@ -90,5 +104,5 @@ class MoreStack:
                 try:
                     sys.setrecursionlimit(cls.limit)
                 except RecursionError:  # these frames are beyond it: next time
-                    cls.set_here = cls.limit + _EXIT_FRAMES
+                    cls.set_here = cls.limit + _FEW_FRAMES
                     sys.setrecursionlimit(cls.set_here)

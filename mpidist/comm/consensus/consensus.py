@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +52,7 @@ from mpidist.comm.consensus.waiting import (
 from mpidist.errors import CollectiveError, ContextError, DeadlineError, MpidistError
 from mpidist.util.forks import FORKED, call_in_child
 from mpidist.util.hashing import hash62
-from mpidist.util.last_resort import MoreStack, spare
+from mpidist.util.last_resort import MoreStack, add_frames, spare
 from mpidist.util.tracebacks import fold
 
 Fields = Sequence[tuple[str, Any]]  # names and values that must be equal on all ranks
@@ -680,6 +681,7 @@ class Call:
         self, kind: object, error: BaseException | None, trace: object
     ) -> None:
         forgotten = error is None and self._consensus.reserved
+        limit = add_frames(error)
         try:
             if isinstance(error, Exception) and self._lock.can_fail:
                 self._consensus.announce_once(self.signature.operation, error)
@@ -687,6 +689,9 @@ class Call:
             self._lock.__exit__(type(another), another, trace)
             raise
         self._lock.__exit__(kind, error, trace)
+        if limit:  # where these frames are beyond it, the public call restores it
+            with contextlib.suppress(RecursionError):
+                sys.setrecursionlimit(limit)
         assert not forgotten, self.signature
 
     def reserve(self, fn: Callable[..., T], *args: Any) -> T:

@@ -13,11 +13,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from mpidist.comm.consensus.consensus import Consensus
-from mpidist.util.last_resort import MoreStack
-
-# To call `MoreStack` where the recursion is at its limit
-_FRAMES = 50
-_getrecursionlimit, _setrecursionlimit = sys.getrecursionlimit, sys.setrecursionlimit
+from mpidist.util.last_resort import MoreStack, add_frames
 
 
 def announce_errors(
@@ -69,15 +65,11 @@ def announcing(
         except BaseException as error:
             limit = 0
             try:
-                if isinstance(error, RecursionError):
-                    limit = _getrecursionlimit()
-                    if limit == MoreStack.set_here:
-                        limit = MoreStack.limit
-                    _setrecursionlimit(limit + _FRAMES)
+                limit = add_frames(error)
                 if is_local is None or not is_local(self, name):
                     _announce(find, self, name, error, before if state else None)
                 if limit:
-                    _setrecursionlimit(limit)
+                    sys.setrecursionlimit(limit)
             except RecursionError:  # nothing can be called here
                 _missed.find, _missed.of, _missed.error = find, self, error
                 _missed.limit = limit
@@ -124,7 +116,7 @@ class _Missed:
         """Mark its strategy as broken, on all ranks."""
         error, self.error = self.error, None
         if self.limit:
-            _setrecursionlimit(self.limit)
+            sys.setrecursionlimit(self.limit)
         consensus = self.find(self.of)
         self.of = None
         if error is not None and not consensus.is_known(error, -1):
