@@ -55,7 +55,7 @@ def announcing(
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = None
+        before = None
         try:  # a signal handler may raise between any two lines
             if _missed.error is not None:
                 _missed.leave()
@@ -67,7 +67,7 @@ def announcing(
             try:
                 limit = add_frames(error)
                 if is_local is None or not is_local(self, name):
-                    _announce(find, self, name, error, before if state else None)
+                    _announce(find, self, name, error, before)
                 if limit:
                     sys.setrecursionlimit(limit)
             except RecursionError:  # nothing can be called here
@@ -77,8 +77,11 @@ def announcing(
                 after(self, name, error)
             trace = error.__traceback__
             if trace is not None and trace.tb_next is not None:
-                # Tracebacks begin with the user's call of the method
-                BaseException.with_traceback(error, trace.tb_next)
+                # Tracebacks show one frame of this package
+                if sys.version_info >= (3, 11):
+                    BaseException.with_traceback(error, trace.tb_next)
+                else:  # it re-raises with the traceback that it caught
+                    trace.tb_next = trace.tb_next.tb_next
             raise
 
     return call
