@@ -56,7 +56,6 @@ from mpidist.values import (
 )
 
 if TYPE_CHECKING:
-    from mpidist.comm.consensus.consensus import Consensus
     from mpidist.strategy.strategy import Strategy
 
 _NONE, _SUM, _MEAN, _FIRST = (
@@ -760,10 +759,11 @@ def _is_local(variable: Variable, call: str) -> bool:
     return variable._is_on_read and frame.is_replica_of(variable._strategy)
 
 
+_consensus_of = operator.attrgetter("_extended.consensus")
 announce_errors(
-    Variable, ("__init__",), lambda _: _consensus_of(context.get_strategy())
+    Variable, ("__init__",), lambda _: context.get_strategy().extended.consensus
 )
-announce_errors(Variable, ("_reduced",), lambda v: _consensus_of(v._strategy))
+announce_errors(Variable, ("_reduced",), _consensus_of)
 announce_errors(
     Variable,
     (
@@ -772,13 +772,9 @@ announce_errors(
         *("scatter_div", "scatter_update", "scatter_nd_add", "scatter_nd_sub"),
         "scatter_nd_update",
     ),
-    lambda variable: _consensus_of(variable._strategy),
+    _consensus_of,
     _is_local,
 )
-
-
-def _consensus_of(strategy: Strategy) -> Consensus:
-    return strategy.extended.consensus
 
 
 def _read(value: Any) -> Any:
@@ -877,7 +873,7 @@ def _root_and_variable(part: Part) -> tuple[Part, Variable]:
 announce_errors(
     Part,
     ("assign",),
-    lambda part: _consensus_of(_root_and_variable(part)[1]._strategy),
+    lambda part: _consensus_of(_root_and_variable(part)[1]),
     lambda part, call: _is_local(_root_and_variable(part)[1], call),
 )
 

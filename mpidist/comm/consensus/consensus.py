@@ -681,7 +681,7 @@ class Call:
         self, kind: object, error: BaseException | None, trace: object
     ) -> None:
         forgotten = error is None and self._consensus.reserved
-        limit = add_frames(error)
+        limit = 0 if error is None else add_frames(error)
         try:
             if isinstance(error, Exception) and self._lock.can_fail:
                 self._consensus.announce_once(self.signature.operation, error)
@@ -730,7 +730,10 @@ class Call:
         consensus.begin(consensus.calls + 1, self.signature, self._number)
         number = self._number ^ consensus.progress.digest
         comparison = consensus.comparison
-        consensus.count_comparison()
+        # As `count_comparison`, without a call
+        consensus.reserved, self._lock.can_fail = "", False
+        consensus.calls += 1
+        consensus.progress.events += 1
         if not consensus.note(comparison.agrees((number, 0, address)), comparison):
             consensus.settle(Proposal(self.signature, address=address))
         return comparison.is_same_address
@@ -760,7 +763,10 @@ class Call:
         consensus.recorder.count(comparison.name, pages.size_bytes)
         number = self._number ^ consensus.progress.digest
         words = number, LARGE * is_large, 0
-        consensus.count_comparison()
+        # As `count_comparison`, without a call
+        consensus.reserved, self._lock.can_fail = "", False
+        consensus.calls += 1
+        consensus.progress.events += 1
         if not consensus.note(comparison.agrees(words), comparison):
             payload = Payload(pages, fill)
             consensus.settle(
