@@ -467,6 +467,7 @@ class Consensus:
             fold(caught)  # other ranks show its traceback
             error = caught
         begun = state.events
+        limit = 0 if error is None else add_frames(error)
         try:
             state.depth = depth + 1  # whatever was interrupted
             self.leave_scope(operation, error, call=call, yield_cpu=yield_cpu)
@@ -475,6 +476,9 @@ class Consensus:
             diagnostics.forget_locals(raised)
             raise
         finally:
+            if limit:  # see `Call.__exit__`
+                with contextlib.suppress(RecursionError):
+                    sys.setrecursionlimit(limit)
             del error
         return result
 
@@ -516,9 +520,11 @@ class Consensus:
             self.mark_known(error or reason)
             raise error or reason
         try:
-            if error is not None or timeout is not None or call or yield_cpu:
-                agreed = operation if error is not None or call is None else call
-                self.require_same(agreed, error, timeout, yield_cpu)
+            if error is not None:
+                with MoreStack():
+                    self.require_same(operation, error, timeout, yield_cpu)
+            elif timeout is not None or call or yield_cpu:
+                self.require_same(call or operation, None, timeout, yield_cpu)
             elif self.size > 1:
                 with self.call(operation) as bare:
                     bare.agree()
