@@ -457,19 +457,21 @@ class Consensus:
           same: given the result, returns what must be equal on all ranks.
           yield_cpu: for functions of different duration, see `require_same`.
         """
-        state = self._thread
-        depth, call, error = state.depth, None, None
+        state = self._thread.__dict__
+        depth, call, error = state["depth"], None, None
         try:
-            self.enter_scope()
+            if self.broken is not None:
+                self.require_open()
+            state["depth"] = depth + 1
             result = fn(*args)
             call = None if same is None else signature_of(operation, same(result))
         except BaseException as caught:
             fold(caught)  # other ranks show its traceback
             error = caught
-        begun = state.events
+        begun = state["events"]
         limit = 0 if error is None else add_frames(error)
         try:
-            state.depth = depth + 1  # whatever was interrupted
+            state["depth"] = depth + 1  # whatever was interrupted
             self.leave_scope(operation, error, call=call, yield_cpu=yield_cpu)
         except BaseException as raised:
             self.escaped(operation, raised, begun, depth)
