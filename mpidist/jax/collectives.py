@@ -20,7 +20,7 @@ from mpidist.comm import arithmetic
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpidist.jax import compat
-from mpidist.jax.runtime import call_host, find_strategy, require_dispatch
+from mpidist.jax.runtime import announced, call_host, find_strategy, require_dispatch
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import validation
 from mpidist.util.dtypes import digits
@@ -52,6 +52,7 @@ class _Call(NamedTuple):
         return f"mpidist.jax.{self.name}"
 
 
+@announced
 def all_reduce(
     reduce_op: ReduceOp | str,
     value: Any,
@@ -101,6 +102,7 @@ def all_reduce(
     )
 
 
+@announced
 def all_gather(
     value: Any,
     axis: int = 0,
@@ -151,6 +153,7 @@ def all_gather(
     )
 
 
+@announced
 def broadcast(value: Any, root: int = 0, *, strategy: Strategy | None = None) -> Any:
     """Return the arrays of replica `root`, on every replica. Collective.
 
