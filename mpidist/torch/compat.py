@@ -255,7 +255,9 @@ def withdraw(operations: Any) -> None:
 
 def _is_alone(name: str) -> bool:
     """Return whether the group that is made has this backend only."""
-    frame: Any = sys._getframe()
+    # Of its callers: a frame that holds itself would keep all their variables, groups
+    # of other backends among them, whose threads must end before the interpreter
+    frame: Any = sys._getframe(1)
     while frame is not None and "backend_config" not in frame.f_locals:
         frame = frame.f_back
     if frame is None:
