@@ -178,8 +178,8 @@ Looking at a job
 PyTorch (`import mpidist.torch`, which needs `pip install torch`)
 
     torch.nn.parallel.DistributedDataParallel
-                                mpidist.torch.DistributedDataParallel: with batch_dim,
-                                since gradients are weighted by rows
+                                mpidist.torch.DistributedDataParallel: gradients are
+                                weighted by the rows of each rank
     torch.nn.SyncBatchNorm      mpidist.torch.SyncBatchNorm, convert_sync_batchnorm
     torch.utils.data.Dataset    mpidist.torch.from_dataset: its elements as a Dataset
     as_tensors                  not in torch: batches of HDF5 rows as tensors

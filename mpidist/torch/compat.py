@@ -11,6 +11,7 @@ import datetime
 import functools
 import os
 import sys
+import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -127,7 +128,7 @@ def seconds_of(opts: Any, of_group: datetime.timedelta | None) -> float | None:
 def register(
     name: str,
     create: Callable[[Any, Any], Any],
-    rendezvous: Callable[[datetime.timedelta], Iterator[Any]],
+    rendezvous: Callable[..., Iterator[Any]],
 ) -> None:
     """Make a backend known, and a rendezvous where the environment has none."""
     if name.upper() not in dist.Backend._plugins:
@@ -143,13 +144,23 @@ def register(
     def handler(
         url: str, timeout: datetime.timedelta = DEFAULT_TIMEOUT, **others: Any
     ) -> Any:
-        # As torchrun sets them, or the user
-        if "MASTER_ADDR" in os.environ and ("RANK" in os.environ or "rank=" in url):
+        # As torchrun sets them, or the user; arguments are in the URL
+        of_url = dict(urllib.parse.parse_qsl(urllib.parse.urlparse(url).query))
+        rank, size = (
+            of_url.get(name, os.environ.get(name.upper()))
+            for name in ("rank", "world_size")
+        )
+        if "MASTER_ADDR" in os.environ and rank is not None:
             return from_environment(url, timeout=timeout, **others)
-        return rendezvous(timeout)
+        return rendezvous(timeout, asked=(_number(rank), _number(size)))
 
     handler.is_by_mpi = True  # type: ignore[attr-defined]
     handlers["env"] = handler
+
+
+def _number(text: Any) -> int | None:
+    """Return what PyTorch passes for a rank or a size; it has -1 for unstated."""
+    return None if text in (None, "-1") else int(text)
 
 
 @functools.cache

@@ -16,6 +16,7 @@ import datetime
 import functools
 import itertools
 import os
+import socket
 import threading
 import time
 import weakref
@@ -728,13 +729,9 @@ def _create(options: Any, _: Any) -> Any:
         tag = sum(options.group_id.encode()) % 32749  # of MPI's at least 32767
         with Pending("new_group", comm, ranks):
             comm = comm.Create_group(comm.group.Incl(ranks), tag)
-    of_mpi = comm.Get_rank(), comm.Get_size()
-    if (options.group_rank, options.group_size) != of_mpi:
-        raise ArgumentError(
-            f"init_process_group({_BACKEND!r}) was called as rank "
-            f"{options.group_rank} of {options.group_size}, but MPI's is rank "
-            f"{of_mpi[0]} of {of_mpi[1]}; start the program by mpirun or srun"
-        )
+    with Pending("init_process_group", comm):
+        asked = comm.allgather((options.group_rank, options.group_size))
+    _require_ranks_of_mpi(comm, asked)
     operations = Operations(comm, options.timeout)
     if is_part:
         comm.Free()  # they have duplicates
@@ -774,23 +771,32 @@ def group_of(strategy: Strategy) -> Any:
 
 
 def _rendezvous(
-    timeout: datetime.timedelta, comm: MPI.Intracomm = MPI.COMM_WORLD
+    timeout: datetime.timedelta,
+    comm: MPI.Intracomm = MPI.COMM_WORLD,
+    asked: tuple[int | None, int | None] = (None, None),
 ) -> Iterator[tuple[Any, int, int]]:
-    """Yield a store, this rank and the number of ranks, by MPI. Collective."""
-    rank, size = comm.Get_rank(), comm.Get_size()
+    """Yield a store, this rank and the number of ranks, by MPI. Collective.
+
+    `asked` are the rank and the number of ranks that the user passed, if any.
+    """
+    rank, size = of_mpi = comm.Get_rank(), comm.Get_size()
     connect = functools.partial(
         dist.TCPStore, world_size=size, timeout=timeout, wait_for_workers=False
     )
+    name = MPI.Get_processor_name()
     with Pending("init_process_group", comm):
-        names = comm.allgather(MPI.Get_processor_name())
-        host = "127.0.0.1" if len(set(names)) == 1 else names[0]
+        names, wishes = zip(*comm.allgather((name, asked)))
+        _require_ranks_of_mpi(comm, wishes)
+        is_local = len(set(names)) == 1
         # Rank 0 broadcasts host and port, or the error that all ranks raise
         store: Any = None
         address: Any = None
         if rank == 0:
             try:
-                store = connect(host, 0, is_master=True)
-                address = host, store.port
+                store = (
+                    _listen(connect) if is_local else connect(name, 0, is_master=True)
+                )
+                address = "127.0.0.1" if is_local else name, store.port
             except Exception as error:
                 address = error
         address = comm.bcast(address)
@@ -798,7 +804,28 @@ def _rendezvous(
         raise address
     if store is None:
         store = connect(*address, is_master=False)
-    yield store, rank, size
+    yield store, *of_mpi
+
+
+def _listen(connect: Callable[..., Any]) -> Any:
+    """Return a store that other hosts do not reach."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+        # PyTorch closes it
+        return connect(host, port, is_master=True, master_listen_fd=listener.detach())
+
+
+def _require_ranks_of_mpi(comm: MPI.Intracomm, asked: Sequence[Any]) -> None:
+    """Raise an ArgumentError, on all ranks, unless `asked` of each rank is MPI's."""
+    size_of_mpi = comm.Get_size()
+    for number, (rank, size) in enumerate(asked):
+        if rank not in (None, number) or size not in (None, size_of_mpi):
+            raise ArgumentError(
+                f"init_process_group was called with rank={rank} and world_size={size} "
+                f"(or RANK and WORLD_SIZE are set), but MPI's are {number} and "
+                f"{size_of_mpi}; leave both out, and start the program by mpirun or "
+                "srun"
+            )
 
 
 def register() -> None:

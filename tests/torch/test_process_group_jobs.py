@@ -63,15 +63,60 @@ def test_a_group_is_destroyed_and_made_again(job):
     assert lines == [*threes, "5 1 1", "5 2 2", "5 2 2", *["6 1"] * 3]
 
 
-def test_another_number_of_processes_than_mpis_is_an_error(job):
-    _, stderr = job(
+def test_other_ranks_than_mpis_are_an_error_on_all_ranks(job):
+    lines = job(
         """
-        store = dist.HashStore()
-        dist.init_process_group("mpidist", store=store, rank=rank, world_size=4)
+        cases = [
+            dict(store=dist.HashStore(), rank=rank, world_size=4),
+            dict(store=dist.HashStore(), rank=(rank + rank // 2) % 2, world_size=3),
+            dict(rank=rank, world_size=4),
+            dict(rank=size - 1 - rank, world_size=size),
+            dict(world_size=4 if rank == 1 else -1),
+            dict(),
+        ]
+        for number, case in enumerate(cases):
+            if not case:
+                os.environ["RANK"] = "0"
+            try:
+                dist.init_process_group("mpidist", **case)
+                print(number)
+            except ValueError as error:
+                assert "but MPI's are" in str(error), error
+        del os.environ["RANK"]
+        dist.init_process_group("mpidist", rank=rank, world_size=size)
+        print(total() == size == dist.get_world_size(), dist.get_rank() == rank)
         """,
-        fails=True,
+        ranks=3,
     )
-    assert "of 4, but MPI's is rank" in stderr
+    assert lines == ["True True"] * 3
+
+
+def test_no_other_host_reaches_the_store_of_a_job_on_one_node(job):
+    lines = job(
+        """
+        import contextlib, pathlib
+
+        def everywhere():
+            # The sockets of this process that listen on all interfaces
+            own, found = set(), set()
+            for number in os.listdir("/proc/self/fd"):
+                with contextlib.suppress(OSError):
+                    own.add(os.readlink(f"/proc/self/fd/{number}"))
+            for table in ("tcp", "tcp6"):
+                text = pathlib.Path("/proc/net", table).read_text()
+                for row in map(str.split, text.splitlines()[1:]):
+                    is_any = not row[1].split(":")[0].strip("0")
+                    if row[3] == "0A" and is_any and f"socket:[{row[9]}]" in own:
+                        found.add(row[1])
+            return found
+
+        before = everywhere()
+        dist.init_process_group("mpidist")
+        assert dist.distributed_c10d._get_default_store().num_keys() >= 0
+        print(everywhere() - before)
+        """
+    )
+    assert lines == ["set()", "set()"]
 
 
 def test_beside_a_backend_of_another_device(job):
