@@ -158,6 +158,29 @@ def register(
     handlers["env"] = handler
 
 
+@functools.cache
+def refuse_builtin_hook(name: str) -> None:
+    """Refuse the hook of C++ for float16 where tensors go through a backend.
+
+    It asserts that futures hold C++'s lists of tensors, which Python cannot make.
+    """
+    model: Any = torch.nn.parallel.DistributedDataParallel
+    register = model._register_builtin_comm_hook
+
+    def check_and_register(self: Any, comm_hook_type: Any) -> None:
+        of_float16 = dist.BuiltinCommHookType.FP16_COMPRESS
+        config = str(dist.get_backend_config(self.process_group))
+        if comm_hook_type == of_float16 and f"{self.device_type}:{name}" in config:
+            raise UnsupportedError(
+                f"the built-in hook FP16_COMPRESS does not work over {name!r}; use "
+                "model.register_comm_hook(None, torch.distributed.algorithms."
+                "ddp_comm_hooks.default_hooks.fp16_compress_hook)"
+            )
+        register(self, comm_hook_type)
+
+    model._register_builtin_comm_hook = check_and_register
+
+
 def _number(text: Any) -> int | None:
     """Return what PyTorch passes for a rank or a size; it has -1 for unstated."""
     return None if text in (None, "-1") else int(text)
@@ -251,6 +274,22 @@ def keep_untraced() -> None:
     # Older versions of PyTorch trace it, with the same results
     if hasattr(trace_rules, "add"):
         trace_rules.add("mpidist")
+
+
+@functools.cache
+def before_futures_wait(serve: Callable[[Any], None]) -> None:
+    """Call a function before a future is waited for: in C++, the GIL is released.
+
+    Whoever waits there cannot do what the future waits for.
+    """
+    future: Any = torch._C.Future
+    wait = future.wait
+
+    def serve_and_wait(self: Any) -> Any:
+        serve(self)
+        return wait(self)
+
+    future.wait = serve_and_wait
 
 
 def finish_all() -> None:

@@ -37,8 +37,9 @@ from mpidist.options import CommunicationImplementation, CommunicationOptions, R
 from mpidist.strategy.strategy import Strategy
 from mpidist.torch import compat, devices
 from mpidist.torch.flat_tensors import FlatTensor, Reduction, concatenate
+from mpidist.torch.messages import Message, Messages, free
 from mpidist.torch.shared_buckets import SharedBuckets
-from mpidist.torch.works import Executor, Message, Work
+from mpidist.torch.works import Executor, Work
 
 _BACKEND = "mpidist"
 # Larger arrays are reduced where they lie; smaller ones travel with the comparison
@@ -93,17 +94,15 @@ class Operations:
         self._call = self._consensus.call("")
         self._seconds: float | None = None
         self._calls: dict[Any, Call] = {}
-        self._messages = comm.Dup()
-        self._running: list[Message] = []  # whose memory MPI may still use
-        self._group.closing.append(self._free)
+        self._messages = Messages(comm, self._consensus.departures)
+        # Without this object, whose end lets the ranks free all of it together
+        self._group.closing.append(
+            functools.partial(_free, self._messages.comm, self._group.closing)
+        )
         # `Join` leaves one to C++ alone, which would then wait for it for ever
         self._kept: collections.deque[Work] = collections.deque(maxlen=_KEPT)
         self._creator = threading.get_ident()
         _finish_at_exit()
-
-    def _free(self) -> None:
-        self._group.closing.remove(self._free)
-        self._messages.Free()
 
     # What c10d asks of a backend beside operations
 
@@ -130,6 +129,7 @@ class Operations:
     def finish(self) -> None:
         """Wait for this rank's operations. Not collective."""
         self._executor.close()
+        self._messages.stop()
 
     def shutdown(self) -> None:
         """Wait for this rank's operations, the last ones. Not collective."""
@@ -214,7 +214,7 @@ class Operations:
             self._agree(*agreed)
             total.array[...] = source.array
             both = MPI.IN_PLACE, total.array
-            request = self._messages.Iallreduce(*both, _BITWISE[op.name])
+            request = self._messages.comm.Iallreduce(*both, _BITWISE[op.name])
             self._consensus.wait(request, self._deadline(), name)
             return
         known, array = self._call.reserve(op.prepare, source)
@@ -497,25 +497,16 @@ class Operations:
 
     def send(self, tensors: Sequence[Any], rank: int, tag: int = 0) -> Any:
         """Send a tensor to one rank. Not collective."""
-        flat = FlatTensor(*_listed(tensors))
-        request = self._messages.Isend([flat.bytes, MPI.BYTE], rank, tag)
-        return self._message("send", tensors, request)
+        return self._message(self._messages.send, tensors, rank, tag)
 
     def recv(self, tensors: Sequence[Any], rank: int, tag: int = 0) -> Any:
         """Receive a tensor from one rank. Not collective."""
-        flat = FlatTensor(*_listed(tensors))
-        request = self._messages.Irecv([flat.bytes, MPI.BYTE], rank, tag)
+        return self._message(self._messages.receive, tensors, rank, tag)
 
-        def end(status: MPI.Status) -> None:
-            received = status.Get_count(MPI.BYTE)
-            flat.store()
-            if received != flat.nbytes:
-                raise MismatchError(
-                    f"recv: rank {status.Get_source()} has sent {received} bytes to "
-                    f"rank {self._rank}, whose tensor has {flat.nbytes}"
-                )
-
-        return self._message("recv", tensors, request, end)
+    def _message(self, start: Any, tensors: Any, rank: int, tag: int) -> Message:
+        outputs = _listed(tensors)
+        seconds = compat.seconds_of(None, self._timeout)
+        return start(FlatTensor(*outputs), rank, tag, seconds, outputs)
 
     def recv_anysource(self, tensors: Sequence[Any], tag: int = 0) -> Any:
         """Receive a tensor from any rank. Not collective."""
@@ -528,16 +519,6 @@ class Operations:
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = reduce_scatter
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
-
-    def _message(self, name: str, tensors: Any, request: Any, end: Any = None) -> Any:
-        seconds = compat.seconds_of(None, self._timeout)
-        departures, outputs = self._consensus.departures, _listed(tensors)
-        message = Message(
-            name, self._messages, departures, seconds, outputs, request, end
-        )
-        self._running = [m for m in self._running if not m.is_completed()]
-        self._running.append(message)
-        return message
 
     def share(self, name: str, values: _T) -> list[_T]:
         """Return the values of all ranks, or only one if they are equal. Collective.
@@ -625,6 +606,12 @@ class Operations:
                 lock.creator = self._creator
 
         return in_turn
+
+
+def _free(comm: MPI.Intracomm, closing: list[Callable[[], None]]) -> None:
+    """Free the communicator of messages, as the last function of `closing`."""
+    closing.pop()
+    free(comm)
 
 
 def _listed(tensors: Any) -> list[Any]:
@@ -831,4 +818,5 @@ def _require_ranks_of_mpi(comm: MPI.Intracomm, asked: Sequence[Any]) -> None:
 def register() -> None:
     """Make the backend known to PyTorch; called by `import mpidist.torch`."""
     compat.register(_BACKEND, _create, _rendezvous)
+    compat.refuse_builtin_hook(_BACKEND)
     skip_folder(os.path.dirname(torch.__file__) + os.sep)
