@@ -27,6 +27,16 @@ queue_callback: Callable[[Callable[[], None]], None] = (
 )
 # Whether functions are transformed, as by torch.func.grad
 are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# What adds up the gradient of a parameter, and what runs now in a backward pass.
+# PyTorch averages in the former, which a parameter loses by another dtype or device
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+def accumulator_of(parameter: Any) -> Any:
+    """Return the node that adds up the gradient of a parameter."""
+    return parameter.view_as(parameter).grad_fn.next_functions[0][0]
+
+
 BatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
 
 DEFAULT_TIMEOUT = dist.distributed_c10d.default_pg_timeout

@@ -73,7 +73,10 @@ class Messages:
     def _started(
         self, name: str, request: MPI.Request, end: Any, seconds: float | None, out: Any
     ) -> Message:
-        message = Message(name, self.comm, self._departures, seconds, out, request, end)
+        outputs = [out] if isinstance(out, torch.Tensor) else list(out)
+        message = Message(
+            name, self.comm, self._departures, seconds, outputs, request, end
+        )
         self._running = [m for m in self._running if not m.is_completed()]
         self._running.append(message)
         return message

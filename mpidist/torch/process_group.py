@@ -36,8 +36,8 @@ from mpidist.errors import ArgumentError, ContextError, MismatchError
 from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpidist.strategy.strategy import Strategy
 from mpidist.torch import compat, devices
-from mpidist.torch.flat_tensors import FlatTensor, Reduction, concatenate
-from mpidist.torch.messages import Message, Messages, free
+from mpidist.torch.flat_tensors import FlatTensor, Reduction, concatenate, output_of
+from mpidist.torch.messages import Messages, free
 from mpidist.torch.shared_buckets import SharedBuckets
 from mpidist.torch.works import Executor, Work
 
@@ -148,7 +148,7 @@ class Operations:
         is_bucket &= self._in_node is not None and compat.is_of_reducer()
 
         def reduce(tensor: Any) -> None:
-            flat = self._call.reserve(FlatTensor, tensor)
+            flat = self._call.reserve(output_of, tensor)
             is_large = flat.nbytes > _IN_PLACE_BYTES and not flat.is_copy
             if is_bucket and is_large and op.adds_in_place(flat):
                 outputs[0] = self._reduce_bucket(flat)
@@ -189,7 +189,7 @@ class Operations:
         op, root = Reduction.of(opts), _root_of(opts)
 
         def reduce(tensor: Any) -> None:
-            flat = self._call.reserve(FlatTensor, tensor)
+            flat = self._call.reserve(output_of, tensor)
             total = self._call.reserve(flat.copy)
             self._reduce(op, flat, total, ("root", root))
             if self._rank == root:
@@ -242,7 +242,7 @@ class Operations:
         root = _root_of(opts)
 
         def broadcast(tensor: Any) -> None:
-            flat = self._call.reserve(FlatTensor, tensor)
+            flat = self._call.reserve(output_of, tensor)
             self._agree(("root", root), *flat.fields)
             if self._size > 1 and flat.size:
                 self._pick().broadcast(flat.bytes, root, self._deadline())
@@ -281,10 +281,10 @@ class Operations:
             """Return the input, the outputs, and memory for all ranks."""
             sent = FlatTensor(source)
             if not is_list:
-                whole = FlatTensor(outputs)
+                whole = output_of(outputs)
                 whole.require(name, sent, sent.size * self._size)
                 return sent, [whole], whole.bytes
-            parts = [FlatTensor(output) for output in outputs]
+            parts = [output_of(output) for output in outputs]
             if len(parts) != self._size:
                 raise ArgumentError(f"{name} needs {self._size} output tensors")
             parts[self._rank].require(name, sent, sent.size)
@@ -317,7 +317,7 @@ class Operations:
         op, name = Reduction.of(opts), "reduce_scatter"
 
         def prepare(output: Any, source: Any) -> tuple[FlatTensor, Any, list[int]]:
-            whole, part = concatenate(source), FlatTensor(output)
+            whole, part = concatenate(source), output_of(output)
             is_list = not isinstance(source, torch.Tensor)
             lengths = [part.size] * self._size
             if is_list:
@@ -358,7 +358,7 @@ class Operations:
         def prepare() -> tuple[FlatTensor, list[FlatTensor], list[int]]:
             if not len(inputs) == len(outputs) == self._size:
                 raise ArgumentError(f"all_to_all needs {self._size} tensors in a list")
-            targets = [FlatTensor(output) for output in outputs]
+            targets = [output_of(output) for output in outputs]
             return concatenate(inputs), targets, [tensor.numel() for tensor in inputs]
 
         return self._submit(
@@ -380,7 +380,7 @@ class Operations:
         wholes = []
 
         def prepare() -> tuple[FlatTensor, list[FlatTensor], list[int]]:
-            sent, whole = FlatTensor(source), FlatTensor(output)
+            sent, whole = FlatTensor(source), output_of(output)
             wholes.append(whole)
             to = _split("input_split_sizes", source, input_sizes, self._size)
             sizes = _split("output_split_sizes", output, output_sizes, self._size)
@@ -438,7 +438,7 @@ class Operations:
         root = _root_of(opts)
 
         def prepare() -> tuple[FlatTensor, list[FlatTensor], list[int]]:
-            target = FlatTensor(outputs[0])
+            target = output_of(outputs[0])
             nothing = FlatTensor(target.tensor[:0])
             targets = [target if r == root else nothing for r in range(self._size)]
             if self._rank != root:
@@ -497,16 +497,17 @@ class Operations:
 
     def send(self, tensors: Sequence[Any], rank: int, tag: int = 0) -> Any:
         """Send a tensor to one rank. Not collective."""
-        return self._message(self._messages.send, tensors, rank, tag)
+        flat = FlatTensor(*_listed(tensors))
+        return self._messages.send(flat, rank, tag, self._default_seconds, tensors)
 
     def recv(self, tensors: Sequence[Any], rank: int, tag: int = 0) -> Any:
         """Receive a tensor from one rank. Not collective."""
-        return self._message(self._messages.receive, tensors, rank, tag)
+        flat = output_of(*_listed(tensors))
+        return self._messages.receive(flat, rank, tag, self._default_seconds, tensors)
 
-    def _message(self, start: Any, tensors: Any, rank: int, tag: int) -> Message:
-        outputs = _listed(tensors)
-        seconds = compat.seconds_of(None, self._timeout)
-        return start(FlatTensor(*outputs), rank, tag, seconds, outputs)
+    @property
+    def _default_seconds(self) -> float | None:
+        return compat.seconds_of(None, self._timeout)
 
     def recv_anysource(self, tensors: Sequence[Any], tag: int = 0) -> Any:
         """Receive a tensor from any rank. Not collective."""

@@ -32,7 +32,7 @@ def network(dims, **arguments):
             self.mix = nn.Parameter(torch.randn(4, 3))
             for layer in (self.first, self.second):
                 for p in layer.parameters():
-                    nn.init.normal_(p, 1)
+                    nn.init.uniform_(p, 0.7, 1.3)
                 for name in without:
                     layer.register_parameter(name, None)
 

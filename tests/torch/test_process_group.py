@@ -174,6 +174,29 @@ def test_tensors_of_any_layout_are_written_in_place(rank, ranks):
     assert scalar == sum(range(ranks))
 
 
+def test_outputs_whose_elements_share_memory_are_an_error(rank, ranks):
+    """An expanded gradient, and windows; as inputs they may be sent."""
+    weights = torch.zeros(4, requires_grad=True)
+    (gradient,) = torch.autograd.grad((weights + 1).sum(), weights)
+    windows = torch.zeros(3).as_strided((2, 2), (1, 1))
+    places = [torch.zeros(2, 2) for _ in range(ranks)]
+    calls = [
+        lambda t: dist.all_reduce(t),
+        lambda t: dist.broadcast(t, 0),
+        lambda t: dist.reduce(t, 0),
+        lambda t: dist.all_gather([t] * ranks, places[0]),
+        lambda t: dist.reduce_scatter(t, places),
+        lambda t: dist.all_to_all([t] * ranks, places),
+        lambda t: dist.scatter(t, places if rank == 0 else None),
+    ]
+    for shared in (gradient.view(2, 2), windows, torch.zeros(2, 1).expand(2, 2)):
+        for call in calls:
+            with pytest.raises(mpidist.UnsupportedError, match="contiguous"):
+                call(shared if rank == ranks - 1 else places[0])
+        dist.all_gather(places, shared)
+        assert all(torch.equal(place, shared) for place in places)
+
+
 def test_an_exchange_into_a_tensor_that_is_not_contiguous(rank, ranks):
     mine, found = numbers(rank, ranks), torch.zeros(ranks, 2)
     dist.all_to_all_single(found[:, 1], mine)
