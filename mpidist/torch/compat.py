@@ -239,6 +239,23 @@ def backends_of_gpus(name: str) -> str:
     return f"cpu:{name},cuda:nccl" if _can_subclass_backend() else "nccl"
 
 
+@functools.cache
+def complete_works() -> None:
+    """Let works of this backend end beside others: C++ knows only their futures."""
+    work: Any = dist.Work
+    is_completed = work.is_completed
+
+    def ask_future(self: Any) -> bool:
+        if is_completed(self):
+            return True
+        try:
+            return type(self) is dist.Work and bool(self.get_future().done())
+        except RuntimeError:  # one without
+            return False
+
+    work.is_completed = ask_future
+
+
 _published: dict[Any, Any] = {}  # C++ alone would keep only its part of them
 
 
@@ -261,7 +278,9 @@ def publish(operations: Any, options: Any, name: str) -> Any:
             f"PyTorch {torch.__version__} can use the backend {name} alone only; "
             "together with others, as in 'cpu:mpidist,cuda:nccl', from 2.14 on"
         )
-    if is_alone:
+    if not is_alone:
+        complete_works()
+    else:
         kind = _delegate(dist.ProcessGroup, kind)
         if backend is None:
             group = type(kind.__name__, (_Named, kind), {})(rank, size)

@@ -308,8 +308,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     def _end_pass(self) -> None:
         if self._passes.gradient_task == self._passes.task and self._passes.expects:
             self._passes.expects = False
-            # After PyTorch's own end of the pass
-            compat.queue_callback(self._check_reducer_finalized)
+            # After PyTorch's own end of the pass, unless the user ends it
+            if not getattr(self, "require_manual_backward_finalization", False):
+                compat.queue_callback(self._check_reducer_finalized)
 
     def set_rows(self, rows: float) -> None:
         """Set the number of rows in this step's mean loss.
