@@ -42,7 +42,7 @@ class Messages:
 
     def __init__(self, comm: MPI.Intracomm, departures: Departures):
         self.comm, self._departures = comm.Dup(), departures
-        self._most_tag = self.comm.Get_attr(MPI.TAG_UB) // 2
+        self._most_tag = (self.comm.Get_attr(MPI.TAG_UB) or 32767) // 2
         self._numbers: collections.Counter[int] = collections.Counter()
         self._running: list[Message] = []  # whose memory MPI may still use
 
@@ -158,12 +158,13 @@ class Message(Work):
         departures: Departures,
         seconds: float | None,
         outputs: list[Any],
-        request: MPI.Request,
+        request: MPI.Request | None,
         end: Callable[[MPI.Status], MPI.Request | None],
     ):
         super().__init__(outputs)
         self._name, self._comm, self._departures = name, comm, departures
-        self._seconds, self._request, self._end = seconds, request, end
+        self._seconds, self._end = seconds, end
+        self._request: MPI.Request | None = request
         self._status = MPI.Status()
         self._testing = threading.Lock()
         self._watcher: threading.Thread | None = None
@@ -226,7 +227,8 @@ class Message(Work):
                 time.sleep(min((now - begin) / 4, _PAUSE_SECONDS))
             now = time.monotonic()
             if seconds is not None and now - begin > seconds:
-                abandon(self._request)
+                if self._request is not None:
+                    abandon(self._request)
                 raise DeadlineError(f"{self._name} has not ended in {seconds:g} s")
 
     def _source_rank(self) -> int:

@@ -799,8 +799,9 @@ def _listen(connect: Callable[..., Any]) -> Any:
     """Return a store that other hosts do not reach."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         host, port = listener.getsockname()
-        # PyTorch closes it
-        return connect(host, port, is_master=True, master_listen_fd=listener.detach())
+        listen = functools.partial(connect, host, port, is_master=True, use_libuv=False)
+        # PyTorch closes it. Before 2.7 or so, its other server takes none
+        return listen(master_listen_fd=listener.detach())
 
 
 def _require_ranks_of_mpi(comm: MPI.Intracomm, asked: Sequence[Any]) -> None:

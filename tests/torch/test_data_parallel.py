@@ -889,6 +889,19 @@ def test_losses_that_are_divided_by_the_global_batch(strategy):
     assert_trains_like_alone(strategy, model, network(), loss)
 
 
+def test_a_backward_pass_that_the_user_finalizes(strategy):
+    def loss(model, x, y):
+        loss_of(model, x, y).backward()
+        if isinstance(model, DistributedDataParallel):
+            model.finalize_backward()
+
+    model = wrap(network(), strategy)
+    if not hasattr(model, "finalize_backward"):
+        pytest.skip("from PyTorch 2.15 on")
+    model.require_manual_backward_finalization = True
+    assert_trains_like_alone(strategy, model, network(), loss)
+
+
 def test_gradients_that_do_not_come_by_the_outputs_are_an_error(strategy):
     model = wrap(network(), strategy)
     _, mine = rows_of(strategy, 8)

@@ -133,6 +133,14 @@ def test_beside_a_backend_of_another_device(job):
         model(torch.ones(1, 2)).sum().backward()
         gathered = [None] * size
         dist.all_gather_object(gathered, rank)
+        received = torch.zeros(1)
+        works = [
+            dist.all_reduce(torch.ones(100_000), async_op=True),
+            dist.isend(torch.ones(1), 1 - rank),
+            dist.irecv(received, 1 - rank),
+        ]
+        while not all(work.is_completed() for work in works):
+            pass
         try:
             dist.all_reduce(torch.ones(2 + rank))
         except mpidist.MismatchError as error:
