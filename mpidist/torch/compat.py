@@ -1,8 +1,8 @@
 """The private parts of PyTorch that this room needs, and what differs by version.
 
-All were tried on PyTorch 2.6, 2.13, 2.14 and 2.15. Two private methods are overridden where they
-belong, in `data_parallel`: `_check_global_requires_backward_grad_sync`, which PyTorch's
-class calls for ranks that have ended (`Join`), and `_sync_buffers`.
+All were tried on PyTorch 2.13, 2.14 and 2.15. Two private methods are overridden where
+they belong, in `data_parallel`: `_check_global_requires_backward_grad_sync`, which
+PyTorch's class calls for ranks that have ended (`Join`), and `_sync_buffers`.
 """
 
 from __future__ import annotations

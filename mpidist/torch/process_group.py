@@ -800,7 +800,7 @@ def _listen(connect: Callable[..., Any]) -> Any:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         host, port = listener.getsockname()
         listen = functools.partial(connect, host, port, is_master=True, use_libuv=False)
-        # PyTorch closes it. Before 2.7 or so, its other server takes none
+        # PyTorch closes it. Not all versions of its other server take one
         return listen(master_listen_fd=listener.detach())
 
 
