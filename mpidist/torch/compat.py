@@ -41,10 +41,7 @@ BatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
 
 DEFAULT_TIMEOUT = dist.distributed_c10d.default_pg_timeout
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_OPS = {
-    int(op.value) if hasattr(op, "value") else int(op): name
-    for name, op in dist.ReduceOp.RedOpType.__members__.items()
-}
+_OPS = {int(op.value): name for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 
 # Not whether there is a GPU: CUDA would start, before a rank has chosen its GPU
 _DEVICES = [
@@ -300,9 +297,7 @@ def keep_untraced() -> None:
     """Exclude this library, which communicates, from what torch.compile traces."""
     from torch._dynamo import trace_rules  # takes long; optimizers import it, too
 
-    # Older versions of PyTorch trace it, with the same results
-    if hasattr(trace_rules, "add"):
-        trace_rules.add("mpidist")
+    trace_rules.add("mpidist")
 
 
 @functools.cache

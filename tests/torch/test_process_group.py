@@ -545,10 +545,8 @@ def test_torchs_own_data_parallel_and_fsdp_give_the_gradients_of_one(rank, ranks
     model(mine).square().mean().backward()
     for p, q in zip(model.parameters(), alone.parameters()):
         torch.testing.assert_close(p.grad, q.grad)
-    try:
-        from torch.distributed.fsdp import fully_shard
-    except ImportError:  # of an older PyTorch
-        return
+    from torch.distributed.fsdp import fully_shard
+
     mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
     model = net()
     for layer in (model[0], model[2]):
