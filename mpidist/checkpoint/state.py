@@ -502,13 +502,19 @@ def memory_of(value: Any, state: Any) -> Iterator[Write]:
             address = tensor.data_ptr()
             yield Write(
                 (name,),
-                functools.partial(np.asarray, new),
+                functools.partial(_as_stored, tensor, new),
                 address,
                 shape,
                 strides,
                 item_bytes,
                 True,
             )
+
+
+def _as_stored(tensor: Any, new: Any) -> Any:
+    """Return values as the memory of a tensor holds them, which may have lazy bits."""
+    values = np.conj(new) if tensor.is_conj() else np.asarray(new)
+    return -values if tensor.is_neg() else values
 
 
 def _renamed(state: Any, now: Any) -> Any:

@@ -167,13 +167,15 @@ class _Normalise(torch.autograd.Function):
         scale = (1 / torch.sqrt(variance + eps)).to(wide.dtype)
         shape = [1, channels, *[1] * (wide.dim() - 2)]
         normal = (wide - mean.to(wide.dtype).view(shape)) * scale.view(shape)
-        context.save_for_backward(normal, weight, scale)
+        context.save_for_backward(normal, weight, bias, scale)
         context.group, context.axes, context.shape = group, axes, shape
         context.total = float(total)
         context.dtype, context.trainer = rows.dtype, threading.get_ident()
         output = normal
         if weight is not None:
-            output = normal * weight.view(shape) + bias.view(shape)
+            output = output * weight.view(shape)
+        if bias is not None:
+            output = output + bias.view(shape)
         context.mark_non_differentiable(mean, variance, total)
         # `normal` is saved for the backward pass, and users may change the output
         output = output.clone() if output is normal else output
@@ -182,7 +184,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(context: Any, gradient: Any, *_: Any) -> Any:
-        normal, weight, scale = context.saved_tensors
+        normal, weight, bias, scale = context.saved_tensors
         axes, shape, group = context.axes, context.shape, context.group
         wide = gradient.to(normal.dtype)
         sums = torch.stack([wide.sum(axes), (wide * normal).sum(axes)])
@@ -202,9 +204,10 @@ class _Normalise(torch.autograd.Function):
             factor = scale if weight is None else scale * weight.to(scale.dtype)
             by_input = (wide - first - normal * second) * factor.view(shape)
             by_input = by_input.to(context.dtype)
-        if weight is None:
-            return by_input, None, None, None, None
-        by_bias, by_weight = sums.to(weight.dtype)
+        by_bias, by_weight = (
+            None if p is None else own.to(p.dtype)
+            for own, p in zip(sums, (bias, weight))
+        )
         return by_input, by_weight, by_bias, None, None
 
 

@@ -1,8 +1,8 @@
 """The private parts of PyTorch that this room needs, and what differs by version.
 
-All were tried on PyTorch 2.13 and 2.14. Two private methods are overridden where they
-belong, in `data_parallel`: `_check_global_requires_backward_grad_sync`, which PyTorch's
-class calls for ranks that have ended (`Join`), and `_sync_buffers`.
+All were tried on PyTorch 2.13, 2.14 and 2.15. Two private methods are overridden where
+they belong, in `data_parallel`: `_check_global_requires_backward_grad_sync`, which
+PyTorch's class calls for ranks that have ended (`Join`), and `_sync_buffers`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import importlib
 import os
 import sys
+import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,14 +28,21 @@ queue_callback: Callable[[Callable[[], None]], None] = (
 )
 # Whether functions are transformed, as by torch.func.grad
 are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# What adds up the gradient of a parameter, and what runs now in a backward pass.
+# PyTorch averages in the former, which a parameter loses by another dtype or device
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+def accumulator_of(parameter: Any) -> Any:
+    """Return the node that adds up the gradient of a parameter."""
+    return parameter.view_as(parameter).grad_fn.next_functions[0][0]
+
+
 BatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
 
 DEFAULT_TIMEOUT = dist.distributed_c10d.default_pg_timeout
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_OPS = {
-    int(op.value) if hasattr(op, "value") else int(op): name
-    for name, op in dist.ReduceOp.RedOpType.__members__.items()
-}
+_OPS = {int(op.value): name for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 
 # Not whether there is a GPU: CUDA would start, before a rank has chosen its GPU
 _DEVICES = [
@@ -128,7 +136,7 @@ def seconds_of(opts: Any, of_group: datetime.timedelta | None) -> float | None:
 def register(
     name: str,
     create: Callable[[Any, Any], Any],
-    rendezvous: Callable[[datetime.timedelta], Iterator[Any]],
+    rendezvous: Callable[..., Iterator[Any]],
 ) -> None:
     """Make a backend known, and a rendezvous where the environment has none."""
     if name.upper() not in dist.Backend._plugins:
@@ -145,13 +153,46 @@ def register(
     def handler(
         url: str, timeout: datetime.timedelta = DEFAULT_TIMEOUT, **others: Any
     ) -> Any:
-        # As torchrun sets them, or the user
-        if "MASTER_ADDR" in os.environ and ("RANK" in os.environ or "rank=" in url):
+        # As torchrun sets them, or the user; arguments are in the URL
+        of_url = dict(urllib.parse.parse_qsl(urllib.parse.urlparse(url).query))
+        rank, size = (
+            of_url.get(name, os.environ.get(name.upper()))
+            for name in ("rank", "world_size")
+        )
+        if "MASTER_ADDR" in os.environ and rank is not None:
             return from_environment(url, timeout=timeout, **others)
-        return rendezvous(timeout)
+        return rendezvous(timeout, asked=(_number(rank), _number(size)))
 
     handler.is_by_mpi = True  # type: ignore[attr-defined]
     handlers["env"] = handler
+
+
+@functools.cache
+def refuse_builtin_hook(name: str) -> None:
+    """Refuse the hook of C++ for float16 where tensors go through a backend.
+
+    It asserts that futures hold C++'s lists of tensors, which Python cannot make.
+    """
+    model: Any = torch.nn.parallel.DistributedDataParallel
+    register = model._register_builtin_comm_hook
+
+    def check_and_register(self: Any, comm_hook_type: Any) -> None:
+        of_float16 = dist.BuiltinCommHookType.FP16_COMPRESS
+        config = str(dist.get_backend_config(self.process_group))
+        if comm_hook_type == of_float16 and f"{self.device_type}:{name}" in config:
+            raise UnsupportedError(
+                f"the built-in hook FP16_COMPRESS does not work over {name!r}; use "
+                "model.register_comm_hook(None, torch.distributed.algorithms."
+                "ddp_comm_hooks.default_hooks.fp16_compress_hook)"
+            )
+        register(self, comm_hook_type)
+
+    model._register_builtin_comm_hook = check_and_register
+
+
+def _number(text: Any) -> int | None:
+    """Return what PyTorch passes for a rank or a size; it has -1 for unstated."""
+    return None if text in (None, "-1") else int(text)
 
 
 @functools.cache
@@ -197,6 +238,23 @@ def backends_of_gpus(name: str) -> str:
     return f"cpu:{name},cuda:nccl" if _can_subclass_backend() else "nccl"
 
 
+@functools.cache
+def complete_works() -> None:
+    """Let works of this backend end beside others: C++ knows only their futures."""
+    work: Any = dist.Work
+    is_completed = work.is_completed
+
+    def ask_future(self: Any) -> bool:
+        if is_completed(self):
+            return True
+        try:
+            return type(self) is dist.Work and bool(self.get_future().done())
+        except RuntimeError:  # one without
+            return False
+
+    work.is_completed = ask_future
+
+
 _published: dict[Any, Any] = {}  # C++ alone would keep only its part of them
 
 
@@ -219,7 +277,9 @@ def publish(operations: Any, options: Any, name: str) -> Any:
             f"PyTorch {torch.__version__} can use the backend {name} alone only; "
             "together with others, as in 'cpu:mpidist,cuda:nccl', from 2.14 on"
         )
-    if is_alone:
+    if not is_alone:
+        complete_works()
+    else:
         kind = _delegate(dist.ProcessGroup, kind)
         if backend is None:
             group = type(kind.__name__, (_Named, kind), {})(rank, size)
@@ -239,9 +299,23 @@ def keep_untraced() -> None:
     """Exclude this library, which communicates, from what torch.compile traces."""
     from torch._dynamo import trace_rules  # takes long; optimizers import it, too
 
-    # Older versions of PyTorch trace it, with the same results
-    if hasattr(trace_rules, "add"):
-        trace_rules.add("mpidist")
+    trace_rules.add("mpidist")
+
+
+@functools.cache
+def before_futures_wait(serve: Callable[[Any], None]) -> None:
+    """Call a function before a future is waited for: in C++, the GIL is released.
+
+    Whoever waits there cannot do what the future waits for.
+    """
+    future: Any = torch._C.Future
+    wait = future.wait
+
+    def serve_and_wait(self: Any) -> Any:
+        serve(self)
+        return wait(self)
+
+    future.wait = serve_and_wait
 
 
 def finish_all() -> None:
@@ -257,7 +331,9 @@ def withdraw(operations: Any) -> None:
 
 def _is_alone(name: str) -> bool:
     """Return whether the group that is made has this backend only."""
-    frame: Any = sys._getframe()
+    # Of its callers: a frame that holds itself would keep all their variables, groups
+    # of other backends among them, whose threads must end before the interpreter
+    frame: Any = sys._getframe(1)
     while frame is not None and "backend_config" not in frame.f_locals:
         frame = frame.f_back
     if frame is None:

@@ -43,10 +43,11 @@ _owners: Any = torch.utils.weak.WeakTensorKeyDictionary()
 class _Structure:
     """The modules and parameters of a model, to notice quickly that they changed."""
 
-    def __init__(self, module: torch.nn.Module):
-        parameters = list(module.parameters())
-        self.trained = [id(p) for p in parameters if p.requires_grad]
-        tables = [t for m in module.modules() for t in compat.tables_of(m)]
+    def __init__(self, model: torch.nn.Module):
+        parameters = list(model.parameters())
+        self.every = {id(p) for p in parameters}
+        self.trained = {id(p) for p in parameters if p.requires_grad}
+        tables = [t for m in model.modules() for t in compat.tables_of(m)]
         self._sizes = [(table, len(table)) for table in tables]
         self._places = [(table, *item) for table in tables for item in table.items()]
         self._flags = [(p, p.requires_grad) for p in parameters]
@@ -67,7 +68,8 @@ class _Passes:
     """
 
     def __init__(self, structure: _Structure):
-        self.structure = structure
+        self.structure, self.trained = structure, structure.trained
+        self.accumulators: dict[str, Any] = {}  # of gradients that PyTorch averages
         # Whether PyTorch averages the gradients that come, or they add up
         self.expects = self.accumulates = False
         self.task = self.gradient_task = 0  # numbers of backward passes
@@ -164,13 +166,16 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if reduction == "sum":
             self._weight = float(self.process_group.size())
         self._watch_gradients()
+        # Such as weights that torch.nn.utils.weight_norm has computed
+        self._kept = weights.attributes_in_graph(module)
 
     def _watch_gradients(self) -> None:
         """Notice gradients that PyTorch's class would not average."""
-        self._passes = _Passes(_Structure(self.module))
+        self._passes = _Passes(_Structure(self))
         ignored = self.parameters_to_ignore
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and name not in ignored:
+                self._passes.accumulators[name] = compat.accumulator_of(parameter)
                 _owners.setdefault(parameter, weakref.WeakSet()).add(self._passes)
                 hook = functools.partial(_on_gradient, weakref.ref(self._passes), name)
                 parameter.register_post_accumulate_grad_hook(hook)
@@ -185,6 +190,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             return super().forward(*inputs, **kwargs)
         tensors = list(weights.tensors_in((inputs, kwargs)))
         passing = self._new_pass(tensors, inputs, kwargs)
+        self._require_known("has an input", (inputs, kwargs))
         if leaving := _with_gradients(tensors):
             new = weights.Weighed.apply(passing.leave, *leaving.values())
             replaced = dict(zip(leaving, new))
@@ -201,16 +207,24 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         return self._weighed(passing, output)
 
     def _require_unchanged(self) -> None:
-        before = self._passes.structure
+        before, wrapped = self._passes.structure, self._passes.trained
         if before.is_as_before():
             return
-        structure = _Structure(self.module)
-        if structure.trained != before.trained:
+        now = _Structure(self)
+        if now.every != before.every or now.trained - wrapped:
             raise ContextError(
-                f"{CALL}: parameters were added, replaced, frozen or thawed since the "
-                "model was wrapped; wrap it again"
+                f"{CALL}: parameters were added, replaced or thawed since the model "
+                "was wrapped; wrap it again"
             )
-        self._passes.structure = structure
+        # All may be frozen for a while, as those of a critic while its generator learns
+        is_static = getattr(self, "static_graph", False)
+        may_be_frozen = self.find_unused_parameters or not now.trained
+        if now.trained != wrapped and (is_static or not may_be_frozen):
+            raise ContextError(
+                f"{CALL}: some parameters were frozen since the model was wrapped; "
+                "pass find_unused_parameters=True, or wrap it again"
+            )
+        self._passes.structure = now
 
     def _new_pass(self, tensors: list[Any], inputs: Any, kwargs: Any) -> weights.Pass:
         is_synced = self.require_backward_grad_sync
@@ -230,19 +244,38 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     def _weighed(self, passing: weights.Pass, output: Any) -> Any:
         tensors = list(weights.tensors_in(output))
         entering = _with_gradients(tensors)
+        self._require_known("returns", output)
+        self._require_no_attributes(passing)
         if not entering:
-            if not tensors and self._weight != 1:
-                raise UnsupportedError(
-                    f"{CALL}: the model returns {validation.shown(output)}, in which "
-                    "no tensors are found; return tensors, tuples, dicts or "
-                    "dataclasses, or pass rows='equal'"
-                )
             return output
         if self.find_unused_parameters:
             passing.outputs += entering.values()
         passing.shapes += [len(tensor) for tensor in tensors if tensor.dim()]
         new = weights.Weighed.apply(passing.enter, *entering.values())
         return weights.replace_tensors(output, dict(zip(entering, new)))
+
+    def _require_known(self, verb: str, nest: Any) -> None:
+        """Raise for tensors whose gradients could not be weighed, unless all are 1."""
+        if self._weight == 1:
+            return
+        found = weights.escaping(nest, is_output=verb == "returns")
+        if found is not None:
+            raise UnsupportedError(
+                f"{CALL}: the model {verb} {validation.shown(found)}, in which no "
+                "tensors are found, so that their gradients would not be weighed by "
+                "rows; use tensors, tuples, dicts or dataclasses, or pass rows='equal'"
+            )
+
+    def _require_no_attributes(self, passing: weights.Pass) -> None:
+        """Raise for a result that the model keeps for a loss, such as a penalty."""
+        if self._weight == 1 or (self._weight is None and passing.rows is None):
+            return
+        if kept := weights.attributes_in_graph(self.module) - self._kept:
+            raise UnsupportedError(
+                f"{CALL}: the model keeps results with gradients in {sorted(kept)}, "
+                "which would not be weighed by rows in a loss; return them, too, or "
+                "detach() them, or pass rows='equal'"
+            )
 
     def _begin_backward(self, passing: weights.Pass) -> float:
         """Return the weight of a backward pass that has reached outputs. Collective."""
@@ -272,8 +305,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     def _end_pass(self) -> None:
         if self._passes.gradient_task == self._passes.task and self._passes.expects:
             self._passes.expects = False
-            # After PyTorch's own end of the pass
-            compat.queue_callback(self._check_reducer_finalized)
+            # After PyTorch's own end of the pass, unless the user ends it
+            if not getattr(self, "require_manual_backward_finalization", False):
+                compat.queue_callback(self._check_reducer_finalized)
 
     def set_rows(self, rows: float) -> None:
         """Set the number of rows in this step's mean loss.
@@ -339,6 +373,11 @@ def _on_gradient(reference: Any, name: str, parameter: Any) -> None:
     if passes is None:
         return
     task = passes.gradient_task = compat.current_task()
+    if compat.current_node() not in (passes.accumulators[name], None):
+        raise ContextError(
+            f"{CALL}: {name} was cast or moved since the model was wrapped, so its "
+            "gradient would be of this rank alone; wrap the model again"
+        )
     if not passes.allow(task) and not any(p.allow(task) for p in _owners[parameter]):
         raise ContextError(
             f"{CALL}: a backward pass has reached {name}, but not by an output of the "

@@ -163,6 +163,27 @@ class Reduction(NamedTuple):
             raise DTypeError(f"{source.dtype} cannot be reduced by {self.name}")
 
 
+def output_of(tensor: Any) -> FlatTensor:
+    """Return a tensor that will be written, which needs an element for each number."""
+    flat = FlatTensor(tensor)
+    if flat.is_copy and _may_overlap(tensor):
+        raise UnsupportedError(
+            "a tensor whose elements share memory, such as an expanded one, cannot be "
+            "written; pass tensor.contiguous()"
+        )
+    return flat
+
+
+def _may_overlap(tensor: Any) -> bool:
+    """Return whether elements of a tensor may have the same address."""
+    reach = 0  # of the dimensions with smaller strides
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1 and stride <= reach:
+            return bool(tensor.numel())
+        reach += stride * (size - 1)
+    return False
+
+
 def concatenate(tensors: Any) -> FlatTensor:
     """Return the elements of tensors of one dtype, one after another."""
     if isinstance(tensors, torch.Tensor):

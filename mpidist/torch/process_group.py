@@ -16,6 +16,7 @@ import datetime
 import functools
 import itertools
 import os
+import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -34,9 +35,10 @@ from mpidist.errors import ArgumentError, ContextError, MismatchError
 from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpidist.strategy.strategy import Strategy
 from mpidist.torch import compat, devices
-from mpidist.torch.flat_tensors import FlatTensor, Reduction, concatenate
+from mpidist.torch.flat_tensors import FlatTensor, Reduction, concatenate, output_of
+from mpidist.torch.messages import Messages, free
 from mpidist.torch.shared_buckets import SharedBuckets
-from mpidist.torch.works import Executor, Message, Work
+from mpidist.torch.works import Executor, Work
 
 _BACKEND = "mpidist"
 # Larger arrays are reduced where they lie; smaller ones travel with the comparison
@@ -91,16 +93,14 @@ class Operations:
         self._call = self._consensus.call("")
         self._seconds: float | None = None
         self._calls: dict[Any, Call] = {}
-        self._messages = comm.Dup()
-        self._running: list[Message] = []  # whose memory MPI may still use
-        self._group.closing.append(self._free)
+        self._messages = Messages(comm, self._consensus.departures)
+        # Without this object, whose end lets the ranks free all of it together
+        self._group.closing.append(
+            functools.partial(_free, self._messages.comm, self._group.closing)
+        )
         # `Join` leaves one to C++ alone, which would then wait for it for ever
         self._kept: collections.deque[Work] = collections.deque(maxlen=_KEPT)
         _finish_at_exit()
-
-    def _free(self) -> None:
-        self._group.closing.remove(self._free)
-        self._messages.Free()
 
     # What c10d asks of a backend beside operations
 
@@ -127,6 +127,7 @@ class Operations:
     def finish(self) -> None:
         """Wait for this rank's operations. Not collective."""
         self._executor.close()
+        self._messages.stop()
 
     def shutdown(self) -> None:
         """Wait for this rank's operations, the last ones. Not collective."""
@@ -145,7 +146,7 @@ class Operations:
         is_bucket &= self._in_node is not None and compat.is_of_reducer()
 
         def reduce(tensor: Any) -> None:
-            flat = self._call.reserve(FlatTensor, tensor)
+            flat = self._call.reserve(output_of, tensor)
             is_large = flat.nbytes > _IN_PLACE_BYTES and not flat.is_copy
             if is_bucket and is_large and op.adds_in_place(flat):
                 outputs[0] = self._reduce_bucket(flat)
@@ -186,7 +187,7 @@ class Operations:
         op, root = Reduction.of(opts), _root_of(opts)
 
         def reduce(tensor: Any) -> None:
-            flat = self._call.reserve(FlatTensor, tensor)
+            flat = self._call.reserve(output_of, tensor)
             total = self._call.reserve(flat.copy)
             self._reduce(op, flat, total, ("root", root))
             if self._rank == root:
@@ -211,7 +212,7 @@ class Operations:
             self._agree(*agreed)
             total.array[...] = source.array
             both = MPI.IN_PLACE, total.array
-            request = self._messages.Iallreduce(*both, _BITWISE[op.name])
+            request = self._messages.comm.Iallreduce(*both, _BITWISE[op.name])
             self._consensus.wait(request, self._deadline(), name)
             return
         known, array = self._call.reserve(op.prepare, source)
@@ -239,7 +240,7 @@ class Operations:
         root = _root_of(opts)
 
         def broadcast(tensor: Any) -> None:
-            flat = self._call.reserve(FlatTensor, tensor)
+            flat = self._call.reserve(output_of, tensor)
             self._agree(("root", root), *flat.fields)
             if self._size > 1 and flat.size:
                 self._pick().broadcast(flat.bytes, root, self._deadline())
@@ -278,10 +279,10 @@ class Operations:
             """Return the input, the outputs, and memory for all ranks."""
             sent = FlatTensor(source)
             if not is_list:
-                whole = FlatTensor(outputs)
+                whole = output_of(outputs)
                 whole.require(name, sent, sent.size * self._size)
                 return sent, [whole], whole.bytes
-            parts = [FlatTensor(output) for output in outputs]
+            parts = [output_of(output) for output in outputs]
             if len(parts) != self._size:
                 raise ArgumentError(f"{name} needs {self._size} output tensors")
             parts[self._rank].require(name, sent, sent.size)
@@ -314,7 +315,7 @@ class Operations:
         op, name = Reduction.of(opts), "reduce_scatter"
 
         def prepare(output: Any, source: Any) -> tuple[FlatTensor, Any, list[int]]:
-            whole, part = concatenate(source), FlatTensor(output)
+            whole, part = concatenate(source), output_of(output)
             is_list = not isinstance(source, torch.Tensor)
             lengths = [part.size] * self._size
             if is_list:
@@ -355,7 +356,7 @@ class Operations:
         def prepare() -> tuple[FlatTensor, list[FlatTensor], list[int]]:
             if not len(inputs) == len(outputs) == self._size:
                 raise ArgumentError(f"all_to_all needs {self._size} tensors in a list")
-            targets = [FlatTensor(output) for output in outputs]
+            targets = [output_of(output) for output in outputs]
             return concatenate(inputs), targets, [tensor.numel() for tensor in inputs]
 
         return self._submit(
@@ -377,7 +378,7 @@ class Operations:
         wholes = []
 
         def prepare() -> tuple[FlatTensor, list[FlatTensor], list[int]]:
-            sent, whole = FlatTensor(source), FlatTensor(output)
+            sent, whole = FlatTensor(source), output_of(output)
             wholes.append(whole)
             to = _split("input_split_sizes", source, input_sizes, self._size)
             sizes = _split("output_split_sizes", output, output_sizes, self._size)
@@ -435,7 +436,7 @@ class Operations:
         root = _root_of(opts)
 
         def prepare() -> tuple[FlatTensor, list[FlatTensor], list[int]]:
-            target = FlatTensor(outputs[0])
+            target = output_of(outputs[0])
             nothing = FlatTensor(target.tensor[:0])
             targets = [target if r == root else nothing for r in range(self._size)]
             if self._rank != root:
@@ -495,24 +496,16 @@ class Operations:
     def send(self, tensors: Sequence[Any], rank: int, tag: int = 0) -> Any:
         """Send a tensor to one rank. Not collective."""
         flat = FlatTensor(*_listed(tensors))
-        request = self._messages.Isend([flat.bytes, MPI.BYTE], rank, tag)
-        return self._message("send", tensors, request)
+        return self._messages.send(flat, rank, tag, self._default_seconds, tensors)
 
     def recv(self, tensors: Sequence[Any], rank: int, tag: int = 0) -> Any:
         """Receive a tensor from one rank. Not collective."""
-        flat = FlatTensor(*_listed(tensors))
-        request = self._messages.Irecv([flat.bytes, MPI.BYTE], rank, tag)
+        flat = output_of(*_listed(tensors))
+        return self._messages.receive(flat, rank, tag, self._default_seconds, tensors)
 
-        def end(status: MPI.Status) -> None:
-            received = status.Get_count(MPI.BYTE)
-            flat.store()
-            if received != flat.nbytes:
-                raise MismatchError(
-                    f"recv: rank {status.Get_source()} has sent {received} bytes to "
-                    f"rank {self._rank}, whose tensor has {flat.nbytes}"
-                )
-
-        return self._message("recv", tensors, request, end)
+    @property
+    def _default_seconds(self) -> float | None:
+        return compat.seconds_of(None, self._timeout)
 
     def recv_anysource(self, tensors: Sequence[Any], tag: int = 0) -> Any:
         """Receive a tensor from any rank. Not collective."""
@@ -525,16 +518,6 @@ class Operations:
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = reduce_scatter
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
-
-    def _message(self, name: str, tensors: Any, request: Any, end: Any = None) -> Any:
-        seconds = compat.seconds_of(None, self._timeout)
-        departures, outputs = self._consensus.departures, _listed(tensors)
-        message = Message(
-            name, self._messages, departures, seconds, outputs, request, end
-        )
-        self._running = [m for m in self._running if not m.is_completed()]
-        self._running.append(message)
-        return message
 
     def share(self, name: str, values: _T) -> list[_T]:
         """Return the values of all ranks, or only one if they are equal. Collective.
@@ -622,6 +605,12 @@ class Operations:
                 lock.restore(former)
 
         return in_turn
+
+
+def _free(comm: MPI.Intracomm, closing: list[Callable[[], None]]) -> None:
+    """Free the communicator of messages, as the last function of `closing`."""
+    closing.pop()
+    free(comm)
 
 
 def _listed(tensors: Any) -> list[Any]:
@@ -726,13 +715,9 @@ def _create(options: Any, _: Any) -> Any:
         tag = sum(options.group_id.encode()) % 32749  # of MPI's at least 32767
         with Pending("new_group", comm, ranks):
             comm = comm.Create_group(comm.group.Incl(ranks), tag)
-    of_mpi = comm.Get_rank(), comm.Get_size()
-    if (options.group_rank, options.group_size) != of_mpi:
-        raise ArgumentError(
-            f"init_process_group({_BACKEND!r}) was called as rank "
-            f"{options.group_rank} of {options.group_size}, but MPI's is rank "
-            f"{of_mpi[0]} of {of_mpi[1]}; start the program by mpirun or srun"
-        )
+    with Pending("init_process_group", comm):
+        asked = comm.allgather((options.group_rank, options.group_size))
+    _require_ranks_of_mpi(comm, asked)
     operations = Operations(comm, options.timeout)
     if is_part:
         comm.Free()  # they have duplicates
@@ -772,23 +757,32 @@ def group_of(strategy: Strategy) -> Any:
 
 
 def _rendezvous(
-    timeout: datetime.timedelta, comm: MPI.Intracomm = MPI.COMM_WORLD
+    timeout: datetime.timedelta,
+    comm: MPI.Intracomm = MPI.COMM_WORLD,
+    asked: tuple[int | None, int | None] = (None, None),
 ) -> Iterator[tuple[Any, int, int]]:
-    """Yield a store, this rank and the number of ranks, by MPI. Collective."""
-    rank, size = comm.Get_rank(), comm.Get_size()
+    """Yield a store, this rank and the number of ranks, by MPI. Collective.
+
+    `asked` are the rank and the number of ranks that the user passed, if any.
+    """
+    rank, size = of_mpi = comm.Get_rank(), comm.Get_size()
     connect = functools.partial(
         dist.TCPStore, world_size=size, timeout=timeout, wait_for_workers=False
     )
+    name = MPI.Get_processor_name()
     with Pending("init_process_group", comm):
-        names = comm.allgather(MPI.Get_processor_name())
-        host = "127.0.0.1" if len(set(names)) == 1 else names[0]
+        names, wishes = zip(*comm.allgather((name, asked)))
+        _require_ranks_of_mpi(comm, wishes)
+        is_local = len(set(names)) == 1
         # Rank 0 broadcasts host and port, or the error that all ranks raise
         store: Any = None
         address: Any = None
         if rank == 0:
             try:
-                store = connect(host, 0, is_master=True)
-                address = host, store.port
+                store = (
+                    _listen(connect) if is_local else connect(name, 0, is_master=True)
+                )
+                address = "127.0.0.1" if is_local else name, store.port
             except Exception as error:
                 address = error
         address = comm.bcast(address)
@@ -796,10 +790,33 @@ def _rendezvous(
         raise address
     if store is None:
         store = connect(*address, is_master=False)
-    yield store, rank, size
+    yield store, *of_mpi
+
+
+def _listen(connect: Callable[..., Any]) -> Any:
+    """Return a store that other hosts do not reach."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+        listen = functools.partial(connect, host, port, is_master=True, use_libuv=False)
+        # PyTorch closes it. Not all versions of its other server take one
+        return listen(master_listen_fd=listener.detach())
+
+
+def _require_ranks_of_mpi(comm: MPI.Intracomm, asked: Sequence[Any]) -> None:
+    """Raise an ArgumentError, on all ranks, unless `asked` of each rank is MPI's."""
+    size_of_mpi = comm.Get_size()
+    for number, (rank, size) in enumerate(asked):
+        if rank not in (None, number) or size not in (None, size_of_mpi):
+            raise ArgumentError(
+                f"init_process_group was called with rank={rank} and world_size={size} "
+                f"(or RANK and WORLD_SIZE are set), but MPI's are {number} and "
+                f"{size_of_mpi}; leave both out, and start the program by mpirun or "
+                "srun"
+            )
 
 
 def register() -> None:
     """Make the backend known to PyTorch; called by `import mpidist.torch`."""
     compat.register(_BACKEND, _create, _rendezvous)
+    compat.refuse_builtin_hook(_BACKEND)
     skip_folder(os.path.dirname(torch.__file__) + os.sep)

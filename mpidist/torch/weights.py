@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from mpidist.comm.consensus.signatures import name_ranks
@@ -233,6 +236,73 @@ def _parts(nest: Any) -> Sequence[Any]:
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
         return [getattr(nest, field.name) for field in dataclasses.fields(nest)]
     return ()
+
+
+# What is looked through for tensors in one output or input
+_MOST_OBJECTS = 10_000
+_LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType)
+_KNOWN = (torch.Tensor, np.ndarray, np.generic, *_LEAVES)
+_OTHERS = (torch.nn.Module, types.FunctionType, *_LEAVES)
+
+
+def escaping(nest: Any, is_output: bool) -> Any:
+    """Return what holds tensors with gradients that `tensors_in` does not find.
+
+    Such as a distribution; None if there is nothing. An output that computes something
+    later counts, too: a function, or an iterator.
+    """
+    for leaf in _opaque(nest):
+        is_later = is_output and (callable(leaf) or isinstance(leaf, Iterator))
+        if is_later or _has_gradients(leaf):
+            return leaf
+    return None
+
+
+def _opaque(nest: Any) -> Iterator[Any]:
+    """Yield the leaves of a nest that are no tensors, numbers or texts."""
+    if isinstance(nest, _KNOWN):
+        return
+    if isinstance(nest, list | tuple | Mapping) or dataclasses.is_dataclass(nest):
+        for part in _parts(nest):
+            yield from _opaque(part)
+    else:
+        yield nest
+
+
+def _has_gradients(leaf: Any) -> bool:
+    """Return whether an object refers to a tensor that has a gradient."""
+    waiting, seen = [leaf], {id(leaf)}
+    while waiting and len(seen) < _MOST_OBJECTS:
+        for part in gc.get_referents(waiting.pop()):
+            if isinstance(part, torch.Tensor):
+                if part.requires_grad:
+                    return True
+            elif id(part) not in seen and not isinstance(part, _OTHERS):
+                seen.add(id(part))
+                waiting.append(part)
+    return False
+
+
+def attributes_in_graph(module: torch.nn.Module) -> set[str]:
+    """Return the attributes of a user's modules that hold results with gradients."""
+    return {
+        f"{prefix}{'.' if prefix else ''}{name}"
+        for prefix, own in module.named_modules()
+        if not type(own).__module__.startswith("torch.")
+        for name, value in vars(own).items()
+        if name not in _OF_MODULES
+        and not isinstance(value, _LEAVES)
+        and _is_of_graph(value)
+    }
+
+
+_OF_MODULES = frozenset(vars(torch.nn.Module())) - {"_buffers"}
+
+
+def _is_of_graph(value: Any) -> bool:
+    if any(tensor.grad_fn is not None for tensor in tensors_in(value)):
+        return True
+    return any(map(_has_gradients, _opaque(value)))
 
 
 def replace_tensors(nest: Any, others: dict[int, Any]) -> Any:

@@ -6,26 +6,25 @@ one thread for each process group. Both run them in the order of their submissio
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
-import os
 import queue
 import threading
-import time
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from mpi4py import MPI
 
-from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.signatures import user_frame
-from mpidist.comm.consensus.waiting import Departures, abandon
-from mpidist.errors import ContextError, DeadlineError, MismatchError
+from mpidist.errors import ContextError, DeadlineError
+from mpidist.torch import compat
 
-_SPIN_SECONDS, _PAUSE_SECONDS = 1e-4, 1e-3
+_PAUSE_SECONDS = 1e-3
+_this_thread = threading.local()  # its executor, if it is the thread of one
 
 
 class Work(dist.Work):
@@ -44,7 +43,7 @@ class Work(dist.Work):
         self._error: BaseException | None = None
         self._future: Any = None
         self._starting: Any = None
-        self.thread: Any = None  # that will run it, if that is not the caller
+        self.executor: Executor | None = None  # that will run it in its thread
 
     def finish(self, error: BaseException | None = None) -> None:
         """End the operation, by an error of this rank if there is one."""
@@ -57,12 +56,9 @@ class Work(dist.Work):
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Wait for the end; raise the operation's error."""
-        seconds = _limit(timeout)
-        if self.thread is threading.current_thread() and self._running.locked():
-            raise ContextError(
-                "a callback of a future waits for an operation that its own thread "
-                "would run after it; return the operation's future instead"
-            )
+        seconds = limit(timeout)
+        if self.executor is not None:
+            self.executor.run_until(lambda: not self._running.locked())
         if not self._running.acquire(timeout=-1 if seconds is None else seconds):
             raise DeadlineError(f"the operation has not ended in {seconds:g} s")
         self._running.release()
@@ -98,6 +94,7 @@ class Work(dist.Work):
                 self._starting = torch.futures.Future()
                 # What a callback raises becomes the error of its future in C++, too
                 self._future = self._starting.then(self._value)
+                _executors[self._future] = self.executor
                 if not self._running.locked():
                     self._starting.set_result(None)
             return self._future
@@ -108,83 +105,19 @@ class Work(dist.Work):
         return self._outputs
 
 
-class Message(Work):
-    """A message to or from one rank, which ends when MPI says so.
+_executors: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
-    Args:
-      name: the operation.
-      comm: the communicator.
-      departures: of its ranks.
-      seconds: the timeout of the group.
-      outputs: see `Work`.
-      request: of MPI; it is running.
-      end: called with the status when it has ended.
+
+def serve_future(future: Any) -> None:
+    """Run what a future waits for, where this is the thread that is to run it.
+
+    That is a callback of another future. Its group's later operations then run inside
+    of it, on all ranks in the order in which they were issued.
     """
-
-    def __init__(
-        self,
-        name: str,
-        comm: MPI.Intracomm,
-        departures: Departures,
-        seconds: float | None,
-        outputs: list[Any],
-        request: MPI.Request,
-        end: Callable[[MPI.Status], None] | None = None,
-    ):
-        super().__init__(outputs)
-        self._name, self._comm, self._departures = name, comm, departures
-        self._seconds, self._request, self._end = seconds, request, end
-        self._status = MPI.Status()
-        self._testing = threading.Lock()
-
-    def is_completed(self) -> bool:
-        """Return whether the message has arrived."""
-        with self._testing:
-            if not super().is_completed():
-                self._test()
-        return super().is_completed()
-
-    def _test(self) -> None:
-        error: Exception | None = None
-        try:
-            if not self._request.Test(self._status):
-                return
-            if self._end is not None:
-                self._end(self._status)
-        except MPI.Exception as caught:
-            error = caught
-            if caught.Get_error_class() == MPI.ERR_TRUNCATE:
-                error = MismatchError(
-                    f"{self._name}: more was sent than the tensor has"
-                )
-        except Exception as caught:
-            error = caught
-        self.finish(error)
-
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Wait for the message; raise if it has another size."""
-        if not self.is_completed():
-            with Pending(self._name, self._comm):
-                self._poll(_limit(timeout) or self._seconds)
-        return super().wait()
-
-    def _poll(self, seconds: float | None) -> None:
-        begin = now = time.monotonic()
-        while not self.is_completed():
-            if now - begin < _SPIN_SECONDS:
-                os.sched_yield()
-            else:
-                self._departures.require_none()
-                time.sleep(min((now - begin) / 4, _PAUSE_SECONDS))
-            now = time.monotonic()
-            if seconds is not None and now - begin > seconds:
-                abandon(self._request)
-                raise DeadlineError(f"{self._name} has not ended in {seconds:g} s")
-
-    def _source_rank(self) -> int:
-        return self._status.Get_source()
-
-    source_rank = _source_rank
+    executor = getattr(_this_thread, "executor", None)
+    # Of a future that was made of others, it is not known what it waits for
+    if executor is not None and _executors.get(future, executor) is executor:
+        executor.run_until(future.done)
 
 
 class Executor:
@@ -203,22 +136,32 @@ class Executor:
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Work, run: Callable[[], None], may_wait: bool) -> None:
-        """Run an operation, at once if `may_wait` and no other one is in the way."""
+        """Run an operation, at once if `may_wait` and no other one is in the way.
+
+        Those that a callback of a future issues run at once, too, before all that wait,
+        so that their order is the same on all ranks.
+        """
+        if getattr(_this_thread, "executor", None) is self:
+            self._run(work, run)
+            return
         if may_wait and self._begins():
             self._run(work, run)
+            self._turn.release()
+            self._count_one_less()
             return
         # The thread of the executor runs it, as if it stood in the user's line
         frame = user_frame()
         caller = _caller_at(frame.f_code, frame.f_lineno)
+        work.executor = self
         with self._mutex:
             self._waiting += 1
             self._queue.put((work, run, caller))
             if self._thread is None:
+                compat.before_futures_wait(serve_future)
                 self._thread = threading.Thread(
                     target=self._loop, name=self._name, daemon=True
                 )
                 self._thread.start()
-            work.thread = self._thread
 
     def _begins(self) -> bool:
         """Take the turn in this thread, unless operations wait for theirs."""
@@ -229,19 +172,37 @@ class Executor:
             self._turn.acquire()
         return True
 
-    def _end(self) -> None:
-        # First: where nothing waits, the turn can be taken. And before callbacks of
-        # futures, which may communicate
-        self._turn.release()
+    def _count_one_less(self) -> None:
         with self._mutex:
             self._waiting -= 1
 
     def _loop(self) -> None:
+        _this_thread.executor = self
         while (item := self._queue.get()) is not None:
-            work, run, caller = item
-            self._turn.acquire()
-            self._run(work, functools.partial(caller, run))
-            del item, work, run  # else they would live until the next operation
+            # With callbacks of futures, which may communicate
+            with self._turn:
+                self._run_queued(*item)
+            del item  # else it would live until the next operation
+
+    def _run_queued(self, work: Work, run: Callable[[], None], caller: Any) -> None:
+        self._run(work, functools.partial(caller, run))
+        self._count_one_less()
+
+    def run_until(self, is_done: Callable[[], bool]) -> None:
+        """Run operations that wait until something is done, in a callback of another.
+
+        In another thread than this executor's, do nothing.
+        """
+        if getattr(_this_thread, "executor", None) is not self:
+            return
+        while not is_done():
+            with contextlib.suppress(queue.Empty):
+                # It may also be done by another thread, as a message
+                item = self._queue.get(timeout=_PAUSE_SECONDS)
+                if item is None:
+                    self._queue.put(None)  # the end of the program
+                    raise ContextError("the process group was destroyed meanwhile")
+                self._run_queued(*item)
 
     def _run(self, work: Work, run: Callable[[], None]) -> None:
         error: BaseException | None = None
@@ -249,7 +210,6 @@ class Executor:
             run()
         except BaseException as caught:
             error = caught
-        self._end()
         work.finish(error)
 
     def close(self) -> None:
@@ -261,7 +221,7 @@ class Executor:
             thread.join()
 
 
-def _limit(timeout: datetime.timedelta | None) -> float | None:
+def limit(timeout: datetime.timedelta | None) -> float | None:
     """Return c10d's timeout in seconds: 0 and less are none."""
     seconds = 0.0 if timeout is None else timeout.total_seconds()
     return seconds if seconds > 0 else None

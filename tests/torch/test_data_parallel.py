@@ -252,11 +252,63 @@ def thaw(module):
 def test_parameters_that_change_after_wrapping_are_an_error(strategy, change):
     module = network()
     module[2].bias.requires_grad_(False)
-    model = wrap(module, strategy, find_unused_parameters=True)
+    finds = change is not freeze
+    model = wrap(module, strategy, find_unused_parameters=finds)
     change(module)
     _, mine = rows_of(strategy, 8)
-    with pytest.raises(RuntimeError, match="wrap it again"):
-        loss_of(model, *mine)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="wrap it again"):
+            loss_of(model, *mine)
+
+
+CASTS = {
+    "to another dtype": lambda module: module.double(),
+    "there and back": lambda module: module.half().float(),
+    "a layer there and back": lambda module: module[2].double().float(),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("finds_unused", [True, False])
+@pytest.mark.parametrize("is_synced", [True, False])
+def test_a_cast_after_wrapping_is_an_error(strategy, cast, finds_unused, is_synced):
+    model = wrap(network(), strategy, find_unused_parameters=finds_unused)
+    _, (x, y) = rows_of(strategy, 8)
+    loss_of(model, x, y).backward()
+    model.to(torch.float32)  # that changes nothing
+    loss_of(model, x, y).backward()
+    CASTS[cast](model.module)
+    x = x.to(next(model.parameters()).dtype)
+    with (
+        pytest.raises(mpidist.ContextError, match="cast or moved"),
+        contextlib.nullcontext() if is_synced else model.no_sync(),
+    ):
+        loss_of(model, x, y).backward()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("finds_unused", [True, False])
+def test_a_critic_is_frozen_while_its_generator_learns(strategy, parts, finds_unused):
+    """Whole, or a part of it where unused parameters are found."""
+    if parts == 2 and not finds_unused:
+        return
+    arguments = {"find_unused_parameters": finds_unused}
+    models = [network(seed=1).append(nn.Linear(3, 6)), network()]
+    alone = copy.deepcopy(models)
+    models = [wrap(m, strategy, **arguments) for m in models]
+    for step in range(3):
+        (x, _), (mine, _) = rows_of(strategy, 7, seed=step)
+        for (generator, critic), rows in ((models, mine), (alone, x)):
+            inner = getattr(critic, "module", critic)
+            part = inner if parts == 1 else inner[0]
+            for m in (generator, critic):
+                m.zero_grad()
+            part.requires_grad_(False)
+            critic(generator(rows)).square().mean().backward()
+            part.requires_grad_(True)
+            critic(generator(rows).detach()).exp().mean().backward()
+        for model, single in zip(models, alone):
+            assert_like_alone(model, single)
 
 
 def test_a_model_of_a_temporary_object(strategy):
@@ -617,17 +669,78 @@ def vars_of(outputs):
     return outputs.hidden, outputs.output
 
 
-def test_outputs_that_are_no_tensors(strategy):
-    class Distribution(nn.Linear):
-        def forward(self, x):
-            return torch.distributions.Categorical(logits=super().forward(x))
+class Holder:
+    __slots__ = ("held",)
 
-    model = wrap(Distribution(6, 3), strategy)
+    def __init__(self, held):
+        self.held = held
+
+
+OUTPUTS = {
+    "distribution": lambda y: torch.distributions.Categorical(logits=y),
+    "beside": lambda y: (torch.distributions.Categorical(logits=y), y),
+    "nested": lambda y: {"a": [Holder({"b": [Holder(y)]})], "c": y},
+    "set": lambda y: {y},
+    "queue": lambda y: collections.deque([y]),
+    "function": lambda y: (y, lambda: y.sum()),
+    "iterator": lambda y: (y, iter([y])),
+}
+
+
+class Returns(nn.Linear):
+    def __init__(self, kind):
+        super().__init__(6, 3)
+        self.kind, self.kept, self.many = kind, None, []
+
+    def forward(self, x):
+        output = super().forward(getattr(x, "held", x))
+        if self.kind == "attribute":
+            self.kept = {"penalty": output.square().mean()}
+        elif self.kind == "buffer":
+            self.register_buffer("running", output.sum())
+        elif self.kind == "list":
+            self.many.append(Holder(output))
+        return OUTPUTS.get(self.kind, lambda y: y)(output)
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+@pytest.mark.parametrize("arguments", [{"rows": rows_in}, {"reduction": "sum"}, {}])
+def test_outputs_that_are_no_tensors(strategy, kind, arguments):
+    model = DistributedDataParallel(Returns(kind), strategy, **arguments)
+    if model._weight == 1:  # one rank
+        return
     _, (x, y) = rows_of(strategy, 8)
-    with pytest.raises(NotImplementedError, match="rows='equal'"):
+    for _ in range(2):
+        with pytest.raises(mpidist.UnsupportedError, match="rows='equal'"):
+            model(x)
+    with torch.no_grad():
         model(x)
-    model = DistributedDataParallel(Distribution(6, 3), strategy, rows="equal")
+    model = DistributedDataParallel(Returns("distribution"), strategy, rows="equal")
     (-model(x).log_prob(y).mean()).backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", ["attribute", "buffer", "list"])
+def test_results_that_a_model_keeps(strategy, kind):
+    _, (x, _) = rows_of(strategy, 8)
+    for arguments in ({"rows": rows_in}, {"reduction": "sum"}):
+        model = DistributedDataParallel(Returns(kind), strategy, **arguments)
+        if model._weight != 1:
+            name = {"attribute": "kept", "buffer": "_buffers", "list": "many"}[kind]
+            with pytest.raises(mpidist.UnsupportedError, match=rf"'{name}'.*detach"):
+                model(x)
+    for arguments in ({"rows": "equal"}, {}):
+        DistributedDataParallel(Returns(kind), strategy, **arguments)(x)
+    wrap(nn.utils.weight_norm(Returns("none")), strategy)(x)
+
+
+def test_inputs_that_are_no_tensors(strategy):
+    _, (x, _) = rows_of(strategy, 8)
+    model = wrap(Returns("none"), strategy)
+    model._rows = lambda x: len(getattr(x, "held", x))
+    model(Holder(x))
+    with pytest.raises(mpidist.UnsupportedError, match=r"has an input .*Holder"):
+        model(Holder(x.clone().requires_grad_()))
 
 
 def test_outputs_that_are_changed_in_place(strategy):
@@ -773,6 +886,19 @@ def test_losses_that_are_divided_by_the_global_batch(strategy):
         (total / 7).backward()
 
     model = DistributedDataParallel(network(), strategy, reduction="sum")
+    assert_trains_like_alone(strategy, model, network(), loss)
+
+
+def test_a_backward_pass_that_the_user_finalizes(strategy):
+    def loss(model, x, y):
+        loss_of(model, x, y).backward()
+        if isinstance(model, DistributedDataParallel):
+            model.finalize_backward()
+
+    model = wrap(network(), strategy)
+    if not hasattr(model, "finalize_backward"):
+        pytest.skip("from PyTorch 2.15 on")
+    model.require_manual_backward_finalization = True
     assert_trains_like_alone(strategy, model, network(), loss)
 
 

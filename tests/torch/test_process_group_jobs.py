@@ -63,15 +63,60 @@ def test_a_group_is_destroyed_and_made_again(job):
     assert lines == [*threes, "5 1 1", "5 2 2", "5 2 2", *["6 1"] * 3]
 
 
-def test_another_number_of_processes_than_mpis_is_an_error(job):
-    _, stderr = job(
+def test_other_ranks_than_mpis_are_an_error_on_all_ranks(job):
+    lines = job(
         """
-        store = dist.HashStore()
-        dist.init_process_group("mpidist", store=store, rank=rank, world_size=4)
+        cases = [
+            dict(store=dist.HashStore(), rank=rank, world_size=4),
+            dict(store=dist.HashStore(), rank=(rank + rank // 2) % 2, world_size=3),
+            dict(rank=rank, world_size=4),
+            dict(rank=size - 1 - rank, world_size=size),
+            dict(world_size=4 if rank == 1 else -1),
+            dict(),
+        ]
+        for number, case in enumerate(cases):
+            if not case:
+                os.environ["RANK"] = "0"
+            try:
+                dist.init_process_group("mpidist", **case)
+                print(number)
+            except ValueError as error:
+                assert "but MPI's are" in str(error), error
+        del os.environ["RANK"]
+        dist.init_process_group("mpidist", rank=rank, world_size=size)
+        print(total() == size == dist.get_world_size(), dist.get_rank() == rank)
         """,
-        fails=True,
+        ranks=3,
     )
-    assert "of 4, but MPI's is rank" in stderr
+    assert lines == ["True True"] * 3
+
+
+def test_no_other_host_reaches_the_store_of_a_job_on_one_node(job):
+    lines = job(
+        """
+        import contextlib, pathlib
+
+        def everywhere():
+            # The sockets of this process that listen on all interfaces
+            own, found = set(), set()
+            for number in os.listdir("/proc/self/fd"):
+                with contextlib.suppress(OSError):
+                    own.add(os.readlink(f"/proc/self/fd/{number}"))
+            for table in ("tcp", "tcp6"):
+                text = pathlib.Path("/proc/net", table).read_text()
+                for row in map(str.split, text.splitlines()[1:]):
+                    is_any = not row[1].split(":")[0].strip("0")
+                    if row[3] == "0A" and is_any and f"socket:[{row[9]}]" in own:
+                        found.add(row[1])
+            return found
+
+        before = everywhere()
+        dist.init_process_group("mpidist")
+        assert dist.distributed_c10d._get_default_store().num_keys() >= 0
+        print(everywhere() - before)
+        """
+    )
+    assert lines == ["set()", "set()"]
 
 
 def test_beside_a_backend_of_another_device(job):
@@ -88,6 +133,14 @@ def test_beside_a_backend_of_another_device(job):
         model(torch.ones(1, 2)).sum().backward()
         gathered = [None] * size
         dist.all_gather_object(gathered, rank)
+        received = torch.zeros(1)
+        works = [
+            dist.all_reduce(torch.ones(100_000), async_op=True),
+            dist.isend(torch.ones(1), 1 - rank),
+            dist.irecv(received, 1 - rank),
+        ]
+        while not all(work.is_completed() for work in works):
+            pass
         try:
             dist.all_reduce(torch.ones(2 + rank))
         except mpidist.MismatchError as error:
@@ -99,15 +152,27 @@ def test_beside_a_backend_of_another_device(job):
 
 
 def test_beside_a_default_group_of_another_backend(job):
+    """Whose threads end with it: they crash if they outlive the interpreter."""
     lines = job(
         """
+        import contextlib, gc, glob, pathlib
+
+        def threads_of_gloo():
+            count = 0
+            for path in glob.glob("/proc/self/task/*/comm"):
+                with contextlib.suppress(OSError):  # another thread has ended
+                    count += "gloo_runloop" in pathlib.Path(path).read_text()
+            return count
+
+        gc.disable()
         dist.init_process_group("gloo")  # met by MPI
         group = dist.new_group(backend="mpidist")
-        print(total(), total(group))
+        print(total(), total(group), threads_of_gloo() > 0)
         dist.destroy_process_group()
+        print(threads_of_gloo())
         """
     )
-    assert lines == ["2 2", "2 2"]
+    assert lines == ["0", "0", "2 2 True", "2 2 True"]
 
 
 @pytest.mark.parametrize("is_async", [False, True])

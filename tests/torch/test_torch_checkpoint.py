@@ -263,6 +263,44 @@ class Getter(Trainer):
         self.model.load_state_dict(state)
 
 
+LAZY = {
+    "negative": lambda z: z.conj().imag,
+    "conjugate": lambda z: z.conj(),
+    "both, strided": lambda z: torch._neg_view(z.conj()[::2]),
+}
+
+
+class Lazy(nn.Module):
+    def __init__(self, kind, factor, is_shared):
+        super().__init__()
+        x = torch.arange(4.0) + 1
+        z = torch.complex(x, 10 * x) * factor
+        view = LAZY[kind](z)
+        # Or the numbers that the memory holds, which must not pass for equal
+        other = z[::2] if "strided" in kind else z.imag if kind == "negative" else z
+        self.register_buffer("z", z)
+        self.register_buffer("view", view if is_shared else other.clone())
+
+
+@pytest.mark.parametrize("kind", LAZY)
+def test_tensors_with_lazy_bits(strategy, mpi_tmp_path, kind):
+    """PyTorch keeps a bit in place of opposite numbers, which memory does not show."""
+    saved, own = Lazy(kind, 1, True), Lazy(kind, 3, True)
+    path = mpidist.Checkpoint(strategy=strategy, m=saved, view=saved.view).save(
+        f"{mpi_tmp_path}/shared"
+    )
+    checkpoint = mpidist.Checkpoint(strategy=strategy, m=own, view=own.view)
+    checkpoint.restore(path)
+    for name in ("z", "view"):
+        assert torch.equal(getattr(own, name), getattr(saved, name))
+    assert torch.equal(checkpoint.view, saved.view)
+    path = mpidist.Checkpoint(strategy=strategy, m=Lazy(kind, 1, False)).save(
+        f"{mpi_tmp_path}/separate"
+    )
+    with pytest.raises(mpidist.CheckpointError, match="share memory"):
+        mpidist.Checkpoint(strategy=strategy, m=own).restore(path)
+
+
 def arrays_of(state):
     made = type(state)({name: tensor.numpy() for name, tensor in state.items()})
     made._metadata = state._metadata
