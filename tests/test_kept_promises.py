@@ -41,6 +41,40 @@ def test_nothing_is_sent_on_the_users_communicator(comm, monkeypatch, ranks_per_
     strategy.experimental_finalize()
 
 
+ON_FIRST = {
+    "run": lambda s, w, it, _: s.run(lambda: 1),
+    "next": lambda s, w, it, _: next(it),
+    "set_state": lambda s, w, it, _: it.set_state(it.get_state()),
+    "assign": lambda s, w, it, _: w.assign(np.ones(3)),
+    "a variable": lambda s, w, it, _: w.__class__(np.ones(3)),
+    "write": lambda s, w, it, path: mpidist.Checkpoint(w=w).write(path),
+    "a writer": lambda s, w, it, path: mpidist.Hdf5Writer(s, path),
+    "distribute": lambda s, w, it, _: s.experimental_distribute_dataset(
+        Dataset.range(8).batch(2)
+    ),
+    "buckets": lambda s, w, it, _: s.gradient_buckets({"w": np.zeros(3)}).__enter__(),
+    "symmetric": lambda s, w, it, _: s.symmetric_like(np.zeros(3)),
+    "statistics": lambda s, w, it, _: s.statistics(all_ranks=True),
+    "result": lambda s, w, it, _: stats.Histogram(2, (0, 1), s).result(),
+}
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", ON_FIRST)
+def test_what_rank_0_alone_calls_raises_on_all(make_strategy, mpi_tmp_path, name):
+    strategy = make_strategy(["CPU:0"])
+    rows = Dataset.range(64).batch(4)
+    iterator = iter(strategy.experimental_distribute_dataset(rows))
+    next(iterator)
+    with strategy.scope():
+        w = mpidist.Variable(np.zeros(3))
+        error = mpidist.MismatchError if name == "next" else mpidist.DivergenceError
+        with pytest.raises(error, match="rank 0"):
+            if strategy.is_first:
+                ON_FIRST[name](strategy, w, iterator, mpi_tmp_path / "a.h5")
+            strategy.reduce("SUM", np.ones(3))
+
+
 STEPS = """
 import sys
 import numpy as np
