@@ -79,7 +79,7 @@ JOBS = [
     Job(files=12, steps=16),
     Job(files=12, ranks=4),
 ]
-TINY = [Job(files=2, steps=2, epochs=1)]
+TINY = [Job(files=2, steps=2, epochs=1), Job(files=2, steps=4, epochs=1)]
 
 
 @dataclasses.dataclass(frozen=True)

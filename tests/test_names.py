@@ -21,7 +21,7 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 LISTS = re.compile(r"docs/(tensorflow|coming_from/\w+)\.md")
 # Names of other libraries and programs that stand elsewhere, and those of examples
 _OTHERS = """
-    Join MPI_Allreduce RandomState SLURM_JOB_END_TIME assert_consumed
+allow_int     Join MPI_Allreduce RandomState SLURM_JOB_END_TIME assert_consumed
     assert_existing_objects_matched backward cond count_up_to distributed_dataset
     donate_argnums expect_partial experimental_run_steps_on_iterator f_back
     first_step_seconds fully_shard functional_call get_future get_loss_reduction

@@ -241,8 +241,8 @@ class Checkpoint(Tracked):
     ) -> LoadStatus:
         """Restore the state of all objects. Collective.
 
-        All objects are restored, or none. If `set_state` of an object raises, objects
-        that were restored before it return to their earlier state.
+        All objects are restored, or none. If `set_state` of an object raises, it and
+        those before it get their earlier states again, by `set_state`.
 
         Args:
           save_path: returned by `save` or `write`; None does nothing.

@@ -50,12 +50,13 @@ from mpidist.checkpoint.tree import (
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.context import enter
 from mpidist.device import arrays
-from mpidist.errors import CheckpointError
+from mpidist.errors import CheckpointError, CollectiveError, RemoteError
 from mpidist.options import VariableAggregation
 from mpidist.strategy.assignment import share
 from mpidist.strategy.strategy import Strategy
 from mpidist.strategy.variables import Variable
 from mpidist.util.dtypes import is_integer
+from mpidist.util.notices import warn
 from mpidist.util.representation import one_line
 from mpidist.values import Mirrored, PerReplica
 
@@ -711,9 +712,23 @@ def _set_states(consensus: Consensus, operation: str, plan: RestorePlan) -> None
         where = f"{operation} of {readable(path)}"
         try:
             consensus.run(where, write_state, value, new.value)
-        # Undo in reverse order, on all ranks: every rank is in the same call of `run`.
+        # Undo on all ranks: every rank is in the same call of `run`.
         except Exception:
-            for j in range(i, -1, -1):
-                value = plan.objects[j][1]
-                consensus.run(where, write_state, value, plan.states[id(value)])
+            _restore_states(consensus, operation, plan, i + 1)
             raise
+
+
+def _restore_states(
+    consensus: Consensus, operation: str, plan: RestorePlan, count: int
+) -> None:
+    """Give the first objects their earlier states, the last one first. Collective."""
+    for path, value, _ in reversed(plan.objects[:count]):
+        where = f"{operation} of {readable(path)}"
+        try:
+            consensus.run(where, write_state, value, plan.states[id(value)])
+        # One that refuses must not keep the others from theirs.
+        except Exception as error:
+            is_of_ranks = isinstance(error, CollectiveError)
+            if is_of_ranks and not isinstance(error, RemoteError):
+                raise
+            warn(f"{where}: the object refused its earlier state, too: {error!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import contextlib
 import random
 import types
 from pathlib import Path
@@ -39,12 +40,17 @@ def in_replicas(strategy, fn):
     return result
 
 
+class Unpicklable(Exception):
+    def __init__(self, text):
+        super().__init__(text, lambda: None)
+
+
 class Keeper:
     """A user's object: says itself what there is to save."""
 
-    def __init__(self, state, fails_on=None):
+    def __init__(self, state):
         self.state = state
-        self.fails_on = fails_on
+        self.fails_on, self.error = [], KeyError
         self.was_set = 0
 
     def get_state(self):
@@ -52,8 +58,8 @@ class Keeper:
 
     def set_state(self, state):
         self.was_set += 1
-        if self.fails_on is not None and state == self.fails_on:
-            raise KeyError("not this one")
+        if state in self.fails_on:
+            raise self.error("not this one")
         self.state = state
 
 
@@ -352,7 +358,12 @@ def test_objects_with_a_state_of_their_own(strategy, mpi_tmp_path):
     assert one.state == 7
 
 
-def test_a_state_that_is_refused_undoes_what_was_restored(strategy, mpi_tmp_path):
+@pytest.mark.parametrize("error", [KeyError, MemoryError, Unpicklable])
+@pytest.mark.parametrize("is_earlier_refused", [False, True])
+def test_a_state_that_is_refused_undoes_what_was_restored(
+    strategy, mpi_tmp_path, error, is_earlier_refused
+):
+    """Also if the object then refuses its earlier state, too."""
     x = np.zeros(2)
     keepers = [Keeper(0), Keeper(0), Keeper(0)]
     checkpoint = mpidist.Checkpoint(strategy=strategy, k=keepers, x=x, step=1)
@@ -361,9 +372,14 @@ def test_a_state_that_is_refused_undoes_what_was_restored(strategy, mpi_tmp_path
         keeper.state = i + 1
     last = strategy.num_replicas_in_sync - 1
     if strategy.extended.replica_id == last:
-        keepers[1].fails_on = 0
+        keepers[1].fails_on = [0, 2] if is_earlier_refused else [0]
+        keepers[1].error = error
     x[...], checkpoint.step = 5, 2
-    with pytest.raises(KeyError, match="not this one"):
+    is_warned = pytest.warns(RuntimeWarning, match="'k/1': the object refused")
+    with (
+        is_warned if is_earlier_refused else contextlib.nullcontext(),
+        pytest.raises((error, mpidist.RemoteError), match="not this one"),
+    ):
         checkpoint.restore(path)
     assert [keeper.state for keeper in keepers] == [1, 2, 3]
     assert (x.tolist(), checkpoint.step) == ([5, 5], 2)

