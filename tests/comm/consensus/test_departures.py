@@ -141,7 +141,7 @@ except mpidist.CollectiveError as error:
 
 
 def test_a_rank_that_does_not_wait_for_its_buckets_is_an_error_on_all(mpirun):
-    ended = mpirun(3, INTERRUPTED_BUCKETS, "AUTO", "1000000", "finish", fails=True)
+    ended = mpirun(3, INTERRUPTED_BUCKETS, "AUTO", "1000000", "finish", fails=None)
     assert "wrong" not in ended.stdout
     assert "rank 1: goes on" in ended.stdout
     for rank in range(3):
@@ -193,7 +193,7 @@ def test_a_rank_that_comes_after_others_left_by_a_deadline_is_told(
         implementation,
         str(n),
         MPIDIST_RANKS_PER_NODE=ranks_per_node,
-        fails=True,
+        fails=None,
     )
     reason = (
         r"rank 0 waited 0\.2 s in reduce \(called at <string>:\d+\), but rank 1 did"
