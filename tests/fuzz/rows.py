@@ -98,6 +98,7 @@ class Node:
       files: numbers of the files that it reads itself.
       has_cache: whether elements are kept.
       is_late: whether files are opened when they are read.
+      is_ahead: whether elements may be read before they are needed.
       shuffle: the number of the shuffle, if it is one.
       is_divisible: whether each rank may have some of the files.
     """
@@ -110,6 +111,7 @@ class Node:
     files: tuple[int, ...] = ()
     has_cache: bool = False
     is_late: bool = False
+    is_ahead: bool = False
     is_divisible: bool = False
     shuffle: int | None = None
 
@@ -331,6 +333,7 @@ class Play:
         self.derive(
             lambda d: d.map(taking(bump, by), num_parallel_calls=threads),
             lambda items: [shifted(item, by) for item in items],
+            is_ahead=threads is not None,
         )
 
     def filter(self, by):
@@ -385,7 +388,7 @@ class Play:
         self.push(lambda d: d.cache(), items, parent, **about)
 
     def prefetch(self, count):
-        self.derive(lambda d: d.prefetch(count), lambda items: items)
+        self.derive(lambda d: d.prefetch(count), lambda items: items, is_ahead=True)
 
     def take(self, count):
         stop = None if count == -1 else count
@@ -650,7 +653,7 @@ class Reader:
         self.play, self.nodes, self.job, self.has_own = play, nodes, play.job, has_own
         ranks = ranks if has_own else ranks % (play.world.size + 1)
         self.divided, self.ranks = ranks > 0, max(ranks, 1)
-        self.is_balanced, self.step = is_balanced, 0
+        self.is_balanced, self.is_ahead, self.step = is_balanced, buffer > 0, 0
         self.options = mpidist.InputOptions(
             experimental_per_replica_buffer_size=buffer, balance_batches=is_balanced
         )
@@ -685,7 +688,7 @@ class Reader:
                 self.job.datasets[self.key] = self._make()
             self.iterator = iter(self.job.datasets[self.key])
 
-        self.before = set(self.job.changed)
+        self.opened_after = set(self.job.changed)
         _, error = self.play.attempt(self.ranks, begin)
         if error:
             self._require_refusal(error)
@@ -772,22 +775,24 @@ class Reader:
         """
         rows = {a % SHIFT for a in atoms(map(tuple, pieces)) if type(a) is int}
         rows = {row for row in rows if row_files.file_of(row) in touched}
-        now = {row for file in self.play.files for row in file.ids}
-        before = {row for ids in self.job.files for row in ids}
+        old = rows - {row for file in self.play.files for row in file.ids}
+        new = rows - {row for ids in self.job.files for row in ids}
         nodes = [part for node in self.nodes for part in node.walk()]
         if any(part.is_late for part in nodes):
             return None, None
-        if rows - now and rows - before:
+        if old and new:
             return f"rows of before and after a change: {rows}", None
-        if rows & before and not (self.nodes[0].has_cache or self.before & touched):
-            return f"rows of before a change: {rows}", None
-        if rows - now and not self.nodes[0].has_cache:
-            return f"rows of before a change: {rows - now}", None
-        if rows - before:
-            if not touched <= self.before or self.step:
-                return f"rows of after a change: {rows - before}", None
-            return None, self.epoch._replace(job=Job(self.job.name, self.play.files))
-        return None, None if touched <= self.before else self.epoch
+        if new and not touched <= self.opened_after:
+            return f"rows of after a change: {new}", None
+        if any(part.has_cache for part in nodes):
+            return None, None
+        if touched <= self.opened_after:
+            # Those that were there before and after tell nothing
+            now = self.epoch._replace(job=Job(self.job.name, self.play.files))
+            return old and f"rows of before a change: {old}", now if new else None
+        is_ahead = self.is_ahead or any(part.is_ahead for part in nodes)
+        wrong = rows and not is_ahead and f"rows of before a change: {rows}"
+        return wrong, self.epoch
 
     def save(self, how):
         """Return the place of the iterator, the same on all ranks."""
