@@ -28,7 +28,7 @@ TYPES |= {
     "enum": h5py.enum_dtype({"A": 0, "B": 7}, "i2"),
     "big-endian enum": h5py.enum_dtype({"A": 1, "B": 300}, ">i2"),
 }
-SHAPES = [(), (), (3,), (2, 3), (5, 1), (0,), (40,), (5000,)]
+SHAPES = [(), (), (3,), (2, 3), (5, 1), (0,), (40,), (700,)]
 _ROWS_OF_FILE = 1_000_000
 ROWS_OF_VERSION = 1000
 
@@ -117,14 +117,18 @@ def _plain(file, fields, r, path, layout):
 
 
 def _linked(file, fields, r, path, layout):
-    """Write the datasets somewhere else, in the file or in another one."""
+    """Write the datasets elsewhere in the file."""
+    _write(file.create_group("g"), fields, r)
+    file["x"], file["id"] = h5py.SoftLink("/g/x"), file["g/id"]
+
+
+def _linked_elsewhere(file, fields, r, path, layout):
+    """Write the datasets in another file, and others where they seem to be."""
+    _write(file.create_group("g"), {n: a[:-1] for n, a in fields.items()}, r)
     with h5py.File(path.with_suffix(".there.h5"), "w") as there:
-        groups = there.create_group("g"), file.create_group("g")
-        for group in groups:
-            _write(group, fields, r)
-    link = h5py.ExternalLink(f"{path.stem}.there.h5", "g/x")
-    file["x"] = r.choice([link, h5py.SoftLink("/g/x")])
-    file["id"] = r.choice([h5py.SoftLink("g/id"), file["g/id"]])
+        _write(there.create_group("g"), fields, r)
+    for name in fields:
+        file[name] = h5py.ExternalLink(f"{path.stem}.there.h5", f"g/{name}")
 
 
 def _external(file, fields, r, path, layout):
@@ -154,7 +158,12 @@ def _virtual(file, fields, r, path, layout):
 
 
 LAYOUTS = dict.fromkeys(RECIPES, _plain)
-LAYOUTS |= {"linked": _linked, "external": _external, "virtual": _virtual}
+LAYOUTS |= {
+    "linked": _linked,
+    "linked elsewhere": _linked_elsewhere,
+    "external": _external,
+    "virtual": _virtual,
+}
 _VERSIONS = ["earliest", "latest", ("v110", "v110")]
 
 

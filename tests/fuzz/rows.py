@@ -704,16 +704,16 @@ class Reader:
 
     def read(self, most=None):
         """Read some elements; return whether there was no error."""
-        seen, depth, play = [], self.nodes[0].depth, self.play
+        read, depth, play = [], self.nodes[0].depth, self.play
 
         def some():
-            for element in itertools.islice(self.iterator, most):
-                seen.append(play.decode(on_this_rank(element), depth))
+            read.extend(itertools.islice(self.iterator, most))
 
         _, error = play.attempt(self.ranks, some)
         if error:
             self._require_refusal(error)
-        pieces = play.world.comm.allgather(seen)[: self.ranks]
+        pieces = [play.decode(on_this_rank(element), depth) for element in read]
+        pieces = play.world.comm.allgather(pieces)[: self.ranks]
         is_end = not error and (most is None or len(pieces[0]) < most)
         wrong = self._wrong(pieces, is_end)
         play.world.require(not wrong, f"{wrong} (step {self.step} of {self.epoch[1:]})")
