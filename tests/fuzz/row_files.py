@@ -179,6 +179,13 @@ class RowFile:
     def __init__(self, path, number, dtype, shape):
         self.path, self.number, self.dtype, self.shape = path, number, dtype, shape
         self.version, self.ids, self.how = -1, [], ("contiguous", 0)
+        self.is_written = False  # by Hdf5Writer
+
+    def paths(self):
+        """Return what `from_hdf5` is given; of a writer, the index or its shards."""
+        shards = sorted(self.path.parent.glob(f"{self.path.stem}-*-of-*.h5"))
+        is_by_shards = self.is_written and len(shards) > self.version % 2
+        return shards if is_by_shards else [self.path]
 
     def write(self, layout, rows, seed, old):
         """Return files of the next version: their bytes, its ids, and what h5py reads.
@@ -204,15 +211,16 @@ class RowFile:
         with h5py.File(path, "w", **options) as file:
             LAYOUTS[layout](file, fields, r, path, layout)
         # Raw files are not yet where the file says
-        x = x if layout == "external" else _read(path)
+        x = x if layout == "external" else read(path, "x")
         parts = {part.name: part.read_bytes() for part in folder.iterdir()}
         shutil.rmtree(folder)
         return parts, ids, native(x)
 
 
-def _read(path):
+def read(path, name):
+    """Return what h5py reads of a dataset."""
     with h5py.File(path, "r", locking=False) as file:
-        return file["x"][...]
+        return file[name][...]
 
 
 def native(x):

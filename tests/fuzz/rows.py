@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import random
 import re
 import traceback
 from collections.abc import Callable
@@ -115,6 +116,10 @@ class Node:
     is_divisible: bool = False
     shuffle: int | None = None
 
+    def is_shuffled(self):
+        """Return whether there is a shuffle."""
+        return any(part.shuffle is not None for part in self.walk())
+
     def walk(self):
         """Yield this and all datasets before it."""
         yield self
@@ -193,6 +198,13 @@ def shape_of(item):
     return (len(item), *map(shape_of, item)) if is_batch else ()
 
 
+def narrow(x):
+    """Return text in the least width."""
+    return (
+        np.array(x.tolist()).astype("S").reshape(x.shape) if x.dtype.kind == "S" else x
+    )
+
+
 def batched(items, size, drop):
     """Return batches of elements."""
     cut = [Batch(items[i : i + size]) for i in range(0, len(items), size)]
@@ -232,6 +244,8 @@ class Play:
         if not self.files:
             return
         file = self.files[number % len(self.files)]
+        if file.is_written:
+            return
         if only_sources:  # it goes on to show the same parts of them
             (layout, seed), rows, kept = file.how, len(file.ids), 0
         old, found = [self.values[row] for row in file.ids[: min(kept, rows)]], None
@@ -259,7 +273,10 @@ class Play:
         if not self.files:
             return
         files = [self.files[n % len(self.files)] for n in numbers]
-        paths = [file.path for file in files]
+        # What a writer wrote is refused if it is there twice
+        files = [
+            f for i, f in enumerate(files) if not (f.is_written and f in files[:i])
+        ]
 
         def items(epoch):
             first, step = epoch.worker or (0, 1)
@@ -267,7 +284,10 @@ class Play:
             return [row for file in some for row in epoch.job.files[file.number]]
 
         self.push(
-            lambda: Dataset.from_hdf5(paths, {"id": "id", "x": "x"}),
+            lambda: Dataset.from_hdf5(
+                [path for file in files for path in file.paths()],
+                {"id": "id", "x": "x"},
+            ),
             items,
             files=tuple(file.number for file in files),
             is_divisible=True,
@@ -610,6 +630,120 @@ class Play:
         if other.start() and other.restore(how, state, reader):
             other.read() and other.read_epoch()
 
+    # Writing
+
+    def _storage(self, r):
+        """Return arguments of a writer."""
+        compression = r.choice([None, "gzip"])
+        return {
+            "chunk_rows": r.choice([None, 1, 3, 50]),
+            "compression": compression,
+            "compression_level": compression and r.choice([None, 0, 9]),
+            "shuffle": r.random() < 0.5,
+        }
+
+    def write(self, ranks, which, seed, most, overwrite, failing):
+        """Let ranks write rows, in the order of the ranks."""
+        ranks, r = ranks % self.world.size + 1, random.Random(seed)
+        path = self.world.folder / f"w{which}.h5"
+        file = next((file for file in self.files if file.path == path), None)
+        number = len(self.files) if file is None else file.number
+        version = 0 if file is None else file.version + 1
+        counts = [r.choice([0, r.randrange(most + 1)]) for _ in range(3 * ranks)]
+        rows, first = sum(counts), row_files.first_id(number, version)
+        ids, x = np.arange(first, first + rows), np.zeros((rows, *self.shape))
+        x = row_files.values(self.dtype, x.shape, [seed, number]).copy()
+        if self.dtype.kind == "S":
+            x[:1] = b"xyz"  # text becomes as wide as in other files
+        cuts, storage = np.cumsum([0, *counts]), self._storage(r)
+        strategy = self.world.strategy(ranks)
+
+        def write():
+            rank = self.world.rank
+            with mpidist.Hdf5Writer(
+                strategy, path, overwrite=overwrite, **storage
+            ) as writer:
+                for a, b in itertools.pairwise(cuts[3 * rank : 3 * rank + 4]):
+                    writer.append({"id": ids[a:b], "x": narrow(x[a:b])})
+                if rank == failing:
+                    raise mpidist.DataError("as planned")
+
+        before = self._stored(path)
+        _, error = self.attempt(ranks, write)
+        may_fail = failing < ranks or (file is not None and not overwrite)
+        self.world.require(bool(error) == may_fail, error or "no error")
+        after = self._stored(path)
+        if error:
+            self.world.require(before == after, f"{before} became {after}")
+            return
+        names = {f"w{which}.h5"} | {
+            f"w{which}-{i:05}-of-{ranks:05}.h5"
+            for i in range(ranks)
+            if sum(counts[3 * i : 3 * i + 3])
+        }
+        wrong = after != (names, ids.tolist()) and f"{after}, not {names}, {ids}"
+        self.world.require(not wrong, wrong)
+        if file is None:
+            file = row_files.RowFile(path, number, self.dtype, self.shape)
+            self.files.append(file)
+            self.job.files.append([])
+        file.is_written, file.version, file.ids = True, version, ids.tolist()
+        self.values |= zip(file.ids, row_files.native(x))
+        if version:
+            self.job.changed.add(number)
+        else:
+            self.job.files[number] = file.ids
+
+    def _stored(self, path):
+        """Return the names of a writer's files, and the rows that h5py reads."""
+        found = None
+        if self.world.rank == 0:
+            names = {file.name for file in path.parent.glob(f"*{path.stem}*")}
+            found = names, row_files.read(path, "id").tolist() if path.exists() else []
+        return self.world.comm.bcast(found)
+
+    def predict(self, ranks, size, drop, options, order, seed):
+        """Write the rows of the dataset at hand, in the order of the dataset or not."""
+        node, r = self.batched(size or 1, drop), random.Random(seed)
+        if node is None or node.spec != "row" or node.depth != 1:
+            return
+        reader = Reader(self, [node], ranks % self.world.size + 1, *options)
+        path = self.world.folder / f"p{next(self.numbers)}.h5"
+        storage, appended = self._storage(r), []
+
+        def write():
+            with mpidist.Hdf5Writer(
+                reader.strategy, path, order=order, **storage
+            ) as writer:
+                for batch in map(on_this_rank, reader.iterator):
+                    writer.append(batch)
+                    appended.extend(batch["id"].tolist())
+
+        if not reader.start():
+            return
+        _, error = self.attempt(reader.ranks, write)
+        by_rank = self.world.comm.allgather(appended)
+        all_rows = [row for rows in by_rank for row in rows]
+        stored = self._stored(path)[1]
+        plain = reader.epoch._replace(is_plain=True)
+        rows = [row for batch in node.items(plain) for row in batch]
+        if order == "rank":
+            rows = all_rows
+        is_cut = sorted(all_rows) != sorted(rows)
+        wrong = stored != rows and f"{stored}, not {rows}"
+        if error:
+            may = [r"no rank appended"] * (not rows)
+            may += [r"order='dataset' does not know"] * node.is_shuffled()
+            may += [r"was not appended"] * (is_cut or drop or node.is_shuffled())
+            may += [r"was appended more than once"] * is_cut
+            changed = [r"^DataError"] * bool(reader.touched())
+            is_right = any(re.search(text, error) for text in REFUSALS + may + changed)
+            wrong = not is_right and error
+        elif is_cut:
+            wrong = sorted(stored) != sorted(all_rows) and stored
+        self.world.require(not wrong, wrong)
+        self.conclude()
+
     def conclude(self):
         """Require that all orders that were read go together."""
         wrong = self.orders.check()
@@ -720,14 +854,14 @@ class Reader:
         self.step += len(pieces[0])
         return not error
 
-    def _touched(self):
+    def touched(self):
         """Return which files of the dataset have changed."""
         parts = [part for node in self.nodes for part in node.walk()]
         return {n for part in parts for n in part.files} & self.job.changed
 
     def _require_refusal(self, error):
         """Require that an error has a reason."""
-        has_changed = self._touched() and error.startswith("DataError")
+        has_changed = self.touched() and error.startswith("DataError")
         is_right = has_changed or any(re.search(text, error) for text in REFUSALS)
         self.play.world.require(is_right, error)
 
@@ -736,7 +870,7 @@ class Reader:
         if len({*map(len, pieces)}) > 1:
             return f"ranks have {[*map(len, pieces)]} elements"
         epoch = self.epoch
-        if touched := self._touched():
+        if touched := self.touched():
             wrong, epoch = self._contents(pieces, touched)
             if wrong or epoch is None:
                 return wrong
@@ -857,7 +991,14 @@ def some_numbers(r, most=4):
     return [r.randrange(most) for _ in range(r.choice([1, 1, 2, 3]))]
 
 
-FILES = {"file": some_file, "change": some_change}
+FILES = {
+    "file": some_file,
+    "change": some_change,
+    "write": lambda r: [
+        *(r.randrange(4), r.randrange(2), r.randrange(10**6), r.choice([3, 12])),
+        *(r.random() < 0.6, r.choice([9, 9, 9, 0, 1])),
+    ],
+}
 SOURCES = {
     "hdf5": some_numbers,
     "arrays": lambda r: [r.randrange(4)],
@@ -900,6 +1041,10 @@ READS = {
     "each_its_own": lambda r: [
         *(r.randrange(4), *some_batches(r), some_options(r), r.randrange(1, 3))
     ],
+    "predict": lambda r: [
+        *(r.randrange(4), *some_batches(r), some_options(r)),
+        *(r.choice(["dataset", "dataset", "rank"]), r.randrange(10**6)),
+    ],
     "change_while": lambda r: [
         *(r.randrange(5), *some_batches(r), some_options(r)),
         *(r.randrange(2), r.randrange(4), *some_change(r)),
@@ -926,8 +1071,8 @@ def draw(r):
         weights = [4 if name in LIKELY else 2 for name in TRANSFORMATIONS]
         for _ in range(r.choice([1, 2, 2])):
             steps += some_steps(r, TRANSFORMATIONS, weights, r.randrange(6))
-            steps += some_steps(r, READS, [3, 1, 1, 2], r.choice([1, 2]))
-        steps += some_steps(r, FILES, [1, 2], r.choice([0, 0, 1]))
+            steps += some_steps(r, READS, [3, 1, 1, 1, 2], r.choice([1, 2]))
+        steps += some_steps(r, FILES, [1, 3, 2], r.choice([0, 1, 2]))
     return steps
 
 
