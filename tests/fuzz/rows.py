@@ -293,6 +293,11 @@ class Play:
             is_divisible=True,
         )
 
+    def _see(self, files):
+        """Start another job if files of a new dataset have changed in this one."""
+        if self.job.changed.intersection(file.number for file in files):
+            self.start_job()
+
     def _rows(self, number):
         """Return rows of a file as they are now, and their numbers."""
         ids = list(self.files[number % len(self.files)].ids) if self.files else []
@@ -321,6 +326,7 @@ class Play:
         if not self.files:
             return
         files = [self.files[n % len(self.files)] for n in numbers]
+        self._see(files)
 
         def open_file(i):
             return Dataset.from_hdf5(files[int(i)].path, {"id": "id", "x": "x"})
@@ -597,6 +603,7 @@ class Play:
     def change_while(self, ranks, size, drop, options, before, most, *change):
         """Write another version of a file in the middle of an epoch."""
         if self.files and (node := self.batched(size, drop)):
+            self._see(self.files)
             reader = Reader(self, [node], ranks, *options)
             for _ in range(before):
                 reader.read_epoch()
