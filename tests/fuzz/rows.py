@@ -77,6 +77,7 @@ class Epoch(NamedTuple):
       path: the number of the epoch, and repetitions in it.
       worker: a rank, and their number, where each has files of its own.
       is_plain: whether shuffles do nothing.
+      is_cached: whether it is the one that a cache keeps.
     """
 
     job: Job
@@ -84,6 +85,7 @@ class Epoch(NamedTuple):
     path: tuple[Any, ...] = (0,)
     worker: tuple[int, int] | None = None
     is_plain: bool = False
+    is_cached: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -409,7 +411,7 @@ class Play:
         about = {"depth": parent.depth, "spec": parent.spec, "has_cache": True}
 
         def items(epoch):
-            return parent.items(epoch._replace(path=(0,)))
+            return parent.items(epoch._replace(path=(0,), is_cached=True))
 
         self.push(lambda d: d.cache(), items, parent, **about)
 
@@ -464,8 +466,9 @@ class Play:
             if epoch.is_plain:
                 return before
             dataset, path = epoch.dataset, epoch.path
-            if not again:
-                dataset, path = epoch.job.fixed.get(number, epoch.job.name), ("fixed",)
+            if not again or epoch.is_cached:
+                dataset = epoch.job.fixed.get(number, epoch.job.name)
+                path = path if again else ("fixed",)
             if seed is not None:
                 dataset = "any"
             return self.orders.slots(Name(number, dataset, path), before, is_random)
@@ -1069,16 +1072,48 @@ def some_steps(r, table, weights, count):
     return [[name, *table[name](r)] for name in names]
 
 
+def some_transformations(r, most):
+    weights = [4 if name in LIKELY else 2 for name in TRANSFORMATIONS]
+    return some_steps(r, TRANSFORMATIONS, weights, r.randrange(most))
+
+
+def some_reads(r):
+    return some_steps(r, READS, [3, 1, 1, 1, 2], r.choice([1, 1, 2]))
+
+
+def some_pipeline(r):
+    """Draw a pipeline, which is read here and there."""
+    steps = some_steps(r, SOURCES, [5, 1, 1, 1, 1], r.choice([1, 1, 2]))
+    for _ in range(r.choice([1, 2, 2])):
+        steps += some_transformations(r, 6) + some_reads(r)
+    return steps
+
+
+def some_parts(r):
+    """Draw a dataset that is shuffled, and two parts of it."""
+    again, window = r.random() < 0.3, r.choice([None, None, 0, 1, 5])
+    count = r.choice([1, 5, 17])
+    parts = [["take", count], ["skip", count]]
+    if r.random() < 0.3:
+        parts = [["shard", 2, 0], ["shard", 2, 1]]
+    return [
+        *some_steps(r, SOURCES, [5, 1, 1, 1, 1], 1),
+        *some_transformations(r, 2),
+        ["shuffle", some_seed(r), again, 100, window],
+        ["cache"] * (r.random() < 0.2) or ["prefetch", 0],
+        *(["fork"], parts[0], *some_transformations(r, 3), *some_reads(r)),
+        *(["swap"], parts[1], *some_transformations(r, 3), *some_reads(r)),
+        *r.choice([[["zip"]], [["concatenate"]], []]),
+        *some_reads(r),
+    ]
+
+
 def draw(r):
     """Draw a type of rows, files, and pipelines that are read in some ways."""
     steps = [["type", r.choice([*row_files.TYPES]), r.choice(row_files.SHAPES)]]
     steps += some_steps(r, {"file": some_file}, None, r.randrange(1, 4))
     for _ in range(r.choice([1, 2, 2, 3])):
-        steps += some_steps(r, SOURCES, [5, 1, 1, 1, 1], r.choice([1, 1, 2]))
-        weights = [4 if name in LIKELY else 2 for name in TRANSFORMATIONS]
-        for _ in range(r.choice([1, 2, 2])):
-            steps += some_steps(r, TRANSFORMATIONS, weights, r.randrange(6))
-            steps += some_steps(r, READS, [3, 1, 1, 1, 2], r.choice([1, 2]))
+        steps += r.choice([some_pipeline, some_pipeline, some_parts])(r)
         steps += some_steps(r, FILES, [1, 3, 2], r.choice([0, 1, 2]))
     return steps
 
