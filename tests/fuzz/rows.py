@@ -565,7 +565,7 @@ SOURCES = {
     "range": lambda r: [r.choice([0, 1, 5, 30])],
     "interleaved_files": lambda r: [
         *(r.randrange(1, 4), r.randrange(1, 4), r.choice([None, 2])),
-        *some_numbers(r),
+        *(r.randrange(4) for _ in range(r.choice([1, 3, 4]))),
     ],
 }
 TRANSFORMATIONS = {
