@@ -267,7 +267,9 @@ def _join_leaves(
     join: Callable[[Sequence[Any]], Any], leaves: Sequence[Any], name: str = "element"
 ) -> Any:
     plain = [a if type(a) is np.ndarray else plain_array(a, name) for a in leaves]
-    dtypes = {a.dtype for a in plain}
+    # Most rows share a dtype, and `==` ignores the members of enums
+    distinct = {id(a.dtype): a.dtype for a in plain}.values()
+    dtypes = set(distinct)
     if any(dtype.hasobject for dtype in dtypes):
         plain = [plain_array(a, name) for a in plain]  # refuses Python objects
     if len(dtypes) > 1 and len(texts := {dtype_text(d) for d in dtypes}) > 1:
@@ -281,11 +283,34 @@ def _join_leaves(
             raise DataError(reason)
         _warn_once(f"{reason}. (In a distributed dataset this is an error)")
     try:
-        return join(plain)
+        joined = join(plain)
     except (ValueError, TypeError) as error:
         raise DataError(
             f"elements that differ cannot make a batch: {name}: {error}"
         ) from error
+    if any(dtype.metadata or dtype.names for dtype in distinct):
+        return _with_members(joined, distinct, name)
+    return joined
+
+
+def _with_members(joined: Any, dtypes: Iterable[np.dtype[Any]], name: str) -> Any:
+    """Return an array with the enums of its elements, whose members NumPy drops.
+
+    Raises:
+      DataError: the elements have enums of other members.
+    """
+    enums = {validation.members_of(dtype): dtype for dtype in dtypes}
+    enums.pop((), None)  # scalars of NumPy have none
+    if len(enums) > 1:
+        one, other, *_ = map(dict, enums)
+        raise DataError(
+            f"the enums of the elements of a batch need the same members, but {name} "
+            f"has {one} and {other}"
+        )
+    for dtype in enums.values():
+        native = dtype.newbyteorder("=")
+        return joined.view(native) if joined.dtype == native else joined
+    return joined
 
 
 # Of a context, because iterable datasets read ahead in threads

@@ -98,7 +98,9 @@ def require_like(first: Any, second: Any) -> None:
         # Strings of unlike lengths can be joined: NumPy widens them.
         families = {traits(spec.dtype).family, traits(other.dtype).family}
         are_strings = families in ({"bytes"}, {"text"})
-        if spec.dtype != other.dtype and not are_strings:
+        # Batches of them are in the byte order of this machine
+        dtypes = {s.dtype.newbyteorder("=") for s in (spec, other)}
+        if len(dtypes) > 1 and not are_strings:
             raise ArgumentTypeError(
                 f"{needs}dtypes, but {name} has dtype {spec.dtype.name} in the first "
                 f"and {other.dtype.name} in the second; convert one of them with map()"

@@ -765,6 +765,23 @@ def test_an_iterator_from_before_a_set_state_keeps_its_order(strategy, comm):
     assert joined(in_order(strategy, comm, after)) == restored
 
 
+def test_datasets_of_one_cache_take_states_in_turn(strategy, comm):
+    def divide():
+        cached = numbers(12).shuffle().cache()
+        beside = Dataset.zip(cached, cached.take(12)).map(lambda x, _: x)
+        return [
+            strategy.experimental_distribute_dataset(rows.batch(4))
+            for rows in (beside, cached)
+        ]
+
+    for saved, restored in zip(divide(), divide()):
+        expected = joined(in_order(strategy, comm, saved))
+        joined(in_order(strategy, comm, restored))
+        iterator = iter(restored)
+        iterator.set_state(iter(saved).get_state())
+        assert joined(in_order(strategy, comm, iterator)) == expected
+
+
 def test_the_cached_rows_of_a_job_that_goes_on_with_its_order_stay(strategy, comm):
     source, rows = counting(20)
     cached = strategy.experimental_distribute_dataset(rows.shuffle().cache().batch(4))

@@ -1,5 +1,6 @@
 """Elements stay what they are until `batch`, which changes no value."""
 
+import h5py
 import numpy as np
 import pytest
 
@@ -115,7 +116,25 @@ LOSSES = {
     "lengths in a list": (lambda i: [[1, 2], [3]], "list"),
     "objects": (lambda i: {1}, "builtins.set"),
     "other shapes": (lambda i: np.zeros(i), "elements that differ"),
+    "other members": (lambda i: pets(("dog", "cat")[i % 2]), "the same members"),
 }
+
+
+def pets(name, dtype=">i2"):
+    return np.ones(2, h5py.enum_dtype({name: 1}, dtype))
+
+
+@pytest.mark.parametrize("kind", [">i2", "<i2", "fields"])
+@pytest.mark.parametrize("step", STEPS)
+def test_enums_keep_their_members_in_every_batch(strategy, step, kind):
+    enum = pets("cat", "i4" if kind == "fields" else kind).dtype
+    dtype = np.dtype([("a", enum), ("b", ">f4")]) if kind == "fields" else enum
+    files = Dataset.from_tensor_slices(np.ones((ROWS, 2), dtype))
+    rows = STEPS[step](files).concatenate(STEPS[step](files.map(lambda x: x)))
+    divided = strategy.experimental_distribute_dataset(rows.batch(3))
+    for batch in [*rows.batch(3), *mpidist.as_arrays(divided)]:
+        found = batch.dtype["a"] if kind == "fields" else batch.dtype
+        assert h5py.check_enum_dtype(found) == {"cat": 1}
 
 
 @pytest.mark.parametrize("kind", ["map", "dict", "generator", "cache"])

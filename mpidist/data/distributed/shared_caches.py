@@ -105,7 +105,12 @@ def reorder(
         before, spec = cache.storage.note
         # All ranks see the same state, so all empty the same caches.
         if before != changed:
-            cache.hold(extended.node_memory.empty(cache.storage, (changed, spec)))
+            # Another dataset of this cache, or one beside it in a zip, may have emptied
+            # it before
+            newest = extended.node_memory.find(cache.owner) or cache.storage
+            if newest.note[0] != changed:
+                newest = extended.node_memory.empty(newest, (changed, spec))
+            cache.hold(newest)
 
 
 def has_caches(steps: MapDataset | IterDataset) -> bool:
@@ -204,7 +209,7 @@ class NodeCache(CacheBase):
         self, parent: MapDataset, storage: Storage, owner: object, first: BatchShare
     ):
         super().__init__(parent)
-        self._owner = owner
+        self.owner = owner
         self._first = first
         self.hold(storage)
 
