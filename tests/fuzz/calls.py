@@ -6,6 +6,7 @@ fails, in its own code or by an argument, all raise, and later calls are exact.
 """
 
 import contextlib
+import copy
 import functools
 import os
 import random
@@ -212,7 +213,7 @@ class Play:
                 if not (self.is_lost and holds):
                     raise
 
-    def attempt(self, must_fail, is_caught, what, call):
+    def attempt(self, must_fail, is_caught, what, call, victim=None):
         """Return what a call returns; it fails if it must.
 
         Args:
@@ -221,6 +222,7 @@ class Play:
           is_caught: whether the program goes on if it does.
           what: it is.
           call: without arguments.
+          victim: the rank whose error all raise, if it is that of one.
         """
         result, error = None, None
         try:
@@ -240,6 +242,10 @@ class Play:
             raise Wrong(f"{what}, rank {self.group.rank} of {self.group.name}: {text}")
         if error is not None and (self.is_lost or not is_caught):
             raise error
+        if error is not None and victim not in (None, self.group.rank):
+            origin = getattr(error, "origin_rank", None)
+            if origin != victim:
+                raise Wrong(f"{what}: {error!r} says it is of rank {origin}")
         return result
 
     def call(self, inside, name, seed, how, victim, is_caught):
@@ -258,7 +264,10 @@ class Play:
             must_fail = None if want is not REFUSED else True
         is_short = is_victim and how == "memory"
         with short_of_memory() if is_short else contextlib.nullcontext():
-            got = self.attempt(must_fail, True, what, lambda: self.make(call))
+            # Or all fail alike, or find out together
+            is_alone = fails and HOWS[how][1] == 1 and want is not REFUSED
+            origin = victim if is_alone and how != "memory" else None
+            got = self.attempt(must_fail, True, what, lambda: self.make(call), origin)
         if self.log[-1] == [what, True]:
             if not is_caught and self.depth:
                 raise Broken("an expected error")
@@ -364,6 +373,8 @@ class Play:
                 play.block([node])
             except Wrong as error:
                 wrong.append(error)
+            except Exception:  # as it should be, or it would be wrong
+                play.log.append("ended by an error")
 
         own = random.Random(f"{seed} {self.group.rank}")
         made = [
@@ -394,8 +405,9 @@ def components(nest):
     if isinstance(nest, mpidist.PerReplica | mpidist.Mirrored):
         return components(nest.values[0])
     if isinstance(nest, dict):
-        pairs = [(key, components(part)) for key, part in nest.items()]
-        return type(nest)(pairs)
+        made = copy.copy(nest)
+        made.update((key, components(part)) for key, part in nest.items())
+        return made
     if hasattr(nest, "_fields"):
         return type(nest)(*map(components, nest))
     if isinstance(nest, list | tuple):

@@ -109,6 +109,11 @@ class Call:
         return self.nest(*self.leaves)
 
 
+def backwards(nest, *leaves):
+    """Return a dict in another order, which may differ between ranks."""
+    return dict(reversed(nest(*leaves).items()))
+
+
 class Drawn:
     """Random arguments: the same numbers on all ranks."""
 
@@ -124,17 +129,20 @@ class Drawn:
                 return other_numbers(values, dtype, shape)
             return np.asarray(SPREADS[spread](values, dtype, shape)).astype(dtype)
 
-    def arrays(self, spreads, dtypes=DTYPES, shapes=SHAPES, vary=None):
+    def arrays(self, spreads, dtypes=DTYPES, shapes=SHAPES, vary=None, whole=None):
         """Return a function that nests arrays, and of each those of all ranks.
 
-        `vary(shape, rank)` returns the shape on a rank.
+        `vary(shape, rank)` returns the shape on a rank; `whole`: spreads of integers.
         """
         count, nest = self.rng.choice(STRUCTURES)
+        if type(nest(*range(count))) is dict and self.own.random() < 0.5:
+            nest = functools.partial(backwards, nest)
         made = []
         for key in range(count):
             dtype, shape = np.dtype(self.rng.choice(dtypes)), self.rng.choice(shapes)
-            spread = self.rng.choice(spreads)
-            all_shapes = [vary(shape, q) if vary else shape for q in range(self.size)]
+            spread = self.rng.choice(whole if whole and dtype.kind in "iu" else spreads)
+            ranks = range(self.size)
+            all_shapes = [vary(shape, q) if vary else shape for q in ranks]
             made.append(
                 [self.array(key, q, dtype, s, spread) for q, s in enumerate(all_shapes)]
             )
@@ -186,7 +194,11 @@ def reduce(d):
     if where == "cross":
         options, spreads = None, ["small", "wide", "large", "edges"]
     spreads = {"PRODUCT": ["tiny", "tiny", "edges"]}.get(name, spreads)
-    nest, made = d.arrays(spreads)
+    # Only floats, and means, are compressed
+    whole = (
+        None if name == "MEAN" or spreads != ["small"] else ["small", "wide", "edges"]
+    )
+    nest, made = d.arrays(spreads, whole=whole)
     if name == "MEAN":
         # The order of additions matters for large integers in float64
         made = [

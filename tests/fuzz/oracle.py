@@ -105,6 +105,7 @@ STRUCTURES = [
     (2, lambda a, b: {"x": a, "y": b}),
     (2, lambda a, b: {"y": b, "x": a}),
     (2, lambda a, b: (a, b)),
+    (2, lambda a, b: collections.defaultdict(list, x=a, y=b)),
     (2, Point),
     (2, lambda a, b: collections.OrderedDict(q=a, p=b)),
     (3, lambda a, b, c: {"p": (a, [b]), "q": {"r": c}}),
