@@ -18,7 +18,17 @@ from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
-from operations import CALLS, HOWS, OFTEN, RAISED, Broken, Drawn, can_fail, context
+from operations import (
+    CALLS,
+    HOWS,
+    OF_GROUP,
+    OFTEN,
+    RAISED,
+    Broken,
+    Drawn,
+    can_fail,
+    context,
+)
 from oracle import (
     REFUSED,
     leaves_of,
@@ -250,8 +260,8 @@ class Play:
 
     def call(self, inside, name, seed, how, victim, is_caught):
         """Make a call, in which one rank may fail."""
-        drawn = Drawn(seed, self.group)
-        call = CALLS[name](drawn)
+        name = "reduce" if self.is_thread and name in OF_GROUP else name
+        call = self.drawn_call(name, seed)
         victim %= self.group.size
         fails = how is not None and can_fail(name, call, how, self.group.size)
         fails = fails and not (how == "memory" and self.is_thread)
@@ -281,6 +291,13 @@ class Play:
             raise Wrong(
                 f"{what} on rank {self.group.rank}: {got!r:.800}\nnot {want!r:.800}"
             )
+
+    def drawn_call(self, name, seed):
+        """Return a call; an error here is the model's."""
+        try:
+            return CALLS[name](Drawn(seed, self.group))
+        except Exception as error:
+            raise Wrong(f"the model of {name} {seed}: {error!r}") from error
 
     def make(self, call):
         """Make a call in a context where it may be made."""

@@ -99,7 +99,7 @@ class Call:
     options: typing.Any = None
     lengths: typing.Any = None
     root: typing.Any = None
-    thing: typing.Any = None  # an object
+    thing: typing.Any = None  # an object, in a list
     context: str = ""  # where it may be called: in "replica" or "cross" context
     tolerance: float = 0.0
     before: typing.Callable[[], None] | None = None
@@ -149,7 +149,7 @@ class Drawn:
         return nest, made
 
     def own_leaves(self, made):
-        return [self.own.choice(LAYOUTS)(parts[self.rank].copy()) for parts in made]
+        return [self.own.choice(LAYOUTS)(np.array(parts[self.rank])) for parts in made]
 
     def options(self):
         """Return options, and the spreads of numbers whose sums are exact then."""
@@ -406,14 +406,14 @@ def things(d, rank):
 
 def broadcast(d):
     root = d.rng.randrange(d.size)
-    call = Call(lambda s, c: s.broadcast(c.thing, c.root), things(d, root))
-    call.thing, call.root = things(d, d.rank), root
+    call = Call(lambda s, c: s.broadcast(*c.thing, c.root), things(d, root))
+    call.thing, call.root = [things(d, d.rank)], root
     return call
 
 
 def gather_objects(d):
     want = [things(d, q) for q in range(d.size)]
-    return Call(lambda s, c: s.gather_objects(c.thing), want, thing=want[d.rank])
+    return Call(lambda s, c: s.gather_objects(*c.thing), want, thing=[want[d.rank]])
 
 
 def barrier(d):
@@ -506,6 +506,8 @@ CALLS |= {
     made.__name__: made
     for made in (broadcast, gather_objects, barrier, slices, symmetric, buckets, update)
 }
+# They use what a group has once, so that threads would disturb each other
+OF_GROUP = {"symmetric", "buckets", "update"}
 OFTEN = ["reduce", "reduce", "reduce_axis", "gather", *CALLS]
 
 
@@ -555,7 +557,7 @@ HOWS = {
     "options type": ("options", 1, setting("options", 3)),
     "lengths": ("lengths", 1, setting("lengths", [99])),
     "root": ("root", 2, setting("root", -1)),
-    "thing": ("thing", 1, setting("thing", {1, 2})),
+    "thing": ("thing", 1, setting("thing", [{1, 2}])),
     "another": ("make", 2, another),
 }
 HOWS |= {

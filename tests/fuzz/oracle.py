@@ -49,10 +49,18 @@ def edges(values, dtype, shape):
     return np.where(where, values.choice(np.array(rare, dtype), shape), made)
 
 
+def large(values, dtype, shape):
+    """Return floats whose sums do not fit float16, but exact ones."""
+    if dtype.kind in "iub":
+        return integers(-2000, 2001)(values, dtype, shape)
+    wide = np.dtype("c16" if dtype.kind == "c" else "f8")
+    return 2000 * integers(-30, 31)(values, wide, shape)
+
+
 SPREADS = {
     "small": integers(-20, 21),
     "wide": integers(-2000, 2001),
-    "large": lambda v, dtype, shape: integers(-30, 31)(v, dtype, shape) * 2000,
+    "large": large,
     "edges": edges,
     "tiny": integers(-1, 3),
     "normal": lambda v, dtype, shape: np.asarray(v.normal(size=shape)).astype(dtype),
