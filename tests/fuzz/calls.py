@@ -259,7 +259,12 @@ class Play:
         return result
 
     def call(self, inside, name, seed, how, victim, is_caught):
-        """Make a call, in which one rank may fail."""
+        """Make a call, which may repeat others, and in which one rank may fail."""
+        for _ in range(max(0, seed % 4 - 1)):
+            self.one(name, seed, None, 0, True)
+        self.one(name, seed, how, victim, is_caught)
+
+    def one(self, name, seed, how, victim, is_caught):
         name = "reduce" if self.is_thread and name in OF_GROUP else name
         call = self.drawn_call(name, seed)
         victim %= self.group.size

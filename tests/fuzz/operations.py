@@ -531,6 +531,14 @@ def other_structure(call, draw):
     call.nest = lambda *leaves: {"other": [*leaves, leaves[0]]}
 
 
+def other_root(call, draw):
+    call.root = 0 if call.root else 1
+
+
+def other_axis(call, draw):
+    call.axis = {0: 1, (0,): 1, 1: 0, -1: -2}.get(call.axis, 0)
+
+
 def other_dtype(a):
     return np.zeros(
         np.shape(a), "i2" if np.asarray(a).dtype != np.dtype("i2") else "f8"
@@ -552,11 +560,13 @@ HOWS = {
     "op": ("op", 2, setting("op", "MIN")),
     "no op": ("op", 1, setting("op", "MEDIAN")),
     "axis": ("axis", 1, setting("axis", 7)),
+    "other axis": ("axis", 2, other_axis),
     "axis type": ("axis", 1, setting("axis", "x")),
     "options": ("options", 2, setting("options", mpidist.CommunicationOptions(77))),
     "options type": ("options", 1, setting("options", 3)),
     "lengths": ("lengths", 1, setting("lengths", [99])),
-    "root": ("root", 2, setting("root", -1)),
+    "root": ("root", 1, setting("root", -1)),
+    "other root": ("root", 2, other_root),
     "thing": ("thing", 1, setting("thing", [{1, 2}])),
     "another": ("make", 2, another),
 }
