@@ -199,6 +199,16 @@ def is_current(replica: ReplicaContext) -> bool:
     return current().replica is replica
 
 
+def depth() -> int:
+    """Return the number of contexts on this thread's stack, for `restore`."""
+    return len(_stack.frames)
+
+
+def restore(depth: int) -> None:
+    """Pop contexts that an exception of a signal handler has left on the stack."""
+    del _stack.frames[depth:]
+
+
 class enter:  # noqa: N801 (reads as a verb in a with statement)
     """Push a context on this thread's stack for the duration of a block.
 

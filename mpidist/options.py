@@ -200,7 +200,9 @@ class CommunicationOptions:
 
     Args:
       bytes_per_pack: arrays of one dtype are sent together in packs of up to this many
-        bytes; 0 sends them in one pack. Never changes a result.
+        bytes; 0 sends them in one pack. Never changes a result: it is ignored for sums
+        of floating numbers whose last bits would depend on it, as between nodes
+        without `reproducible`.
       timeout_seconds: how long to wait for the other replicas; None waits for ever.
         After a timeout every waiting replica raises `DeadlineError`, and the strategy
         cannot communicate any more.

@@ -12,12 +12,14 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from mpidist.comm.collectives.operations import Collectives
 from mpidist.comm.collectives.reduce import Prepared
+from mpidist.comm.consensus.public_calls import announce_errors
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.topology import Topology, parse_devices
 from mpidist.comm.transports.base import Transport
@@ -265,6 +267,13 @@ class CrossDeviceOps:
         if isinstance(result, DistributedValues):
             return result
         return Mirrored((result,), (self.collectives.consensus.rank,))
+
+
+announce_errors(
+    CrossDeviceOps,
+    ("reduce", "batch_reduce", "broadcast"),
+    attrgetter("collectives.consensus"),
+)
 
 
 class MpiAllReduce(CrossDeviceOps):

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from operator import attrgetter
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +22,7 @@ from mpidist.comm.collectives.outputs import StepResults
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.flight_recorder import Recorder
 from mpidist.comm.consensus.pending import Pending
+from mpidist.comm.consensus.public_calls import announce_errors
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.replica_group import Channel, ReplicaGroup
 from mpidist.device import arrays
@@ -447,6 +449,7 @@ class GradientBuckets:
         self._consensus.run(_CALL, prepare, same=describe)
         self._has_order = False
         self._step: BucketStep | None = None
+        self._beginning: BucketStep | None = None
         self._is_closed = False
         self._used = take_side(group, self)
         self._own, self._results = self._used.consensus, self._used.results
@@ -483,27 +486,16 @@ class GradientBuckets:
         Raises, on all replicas:
           ContextError: a step has begun already, or the buckets are closed.
         """
+        self._beginning = None
         # Closing is collective, so this is the same on all ranks and may raise at once.
         if self._is_closed or self._group.topology.closed:  # on all replicas
             raise ContextError("these GradientBuckets are closed")
-        operation = f"{_CALL}.__enter__"
-        step = None
-        try:
-            with self._consensus.call(operation) as call:
-                step = call.reserve(self._begin)
-                call.agree()
-        except BaseException as error:
-            # Another rank may have failed to begin: the thread of this step must not
-            # wait for gradients.
-            if step is not None:
-                step.cancel(error)
-                if self._consensus.broken is not None:
-                    # The threads of other ranks may wait for this one's already
-                    self._own.leave(error)
-            raise
+        with self._consensus.call(f"{_CALL}.__enter__") as call:
+            self._beginning = step = call.reserve(self._begin)
+            call.agree()
         self.result = None
-        self._step = step
         self._consensus.enter_scope()
+        self._step = step
         return self
 
     def _begin(self) -> BucketStep:
@@ -570,32 +562,25 @@ class GradientBuckets:
           What the block raised on any replica.
           DeadlineError: see `CommunicationOptions`.
         """
-        # First forget the step: whatever happens below, the next block can begin.
-        step, self._step = self._step, None
+        step = self._step
         assert step is not None
         # Gradients that are missing here would block the threads of all ranks.
         missing = step.missing()
         if error is None and missing:
             keys = [k for k, (ns, _) in self._leaves_of.items() if missing & set(ns)]
             error = ArgumentError(f"gradients were not put in this step: {keys}")
-        try:
-            # All ranks learn here whether any rank failed in its block.
-            timeout = self._options.timeout_seconds
-            self._consensus.leave_scope(f"{_CALL}.__exit__", error, timeout)
-        except BaseException as raised:
-            # The threads of other replicas wait for gradients that this one has not put
-            step.finish(raised)
-            self._results.end()
-            raise
+        if error is not None:
+            # Before the ranks wait for each other: one that is interrupted waits for
+            # the threads alone
+            step.fail(error)
+        # All ranks learn here whether any rank failed in its block.
+        timeout = self._options.timeout_seconds
+        self._consensus.leave_scope(f"{_CALL}.__exit__", error, timeout)
         with Pending(f"{_CALL}.__exit__", self._consensus.comm):
             begun = time.monotonic_ns()
-            try:
-                step.finish()
-                if self._is_threaded:
-                    self._consensus.recorder.counters.end_exposed(begun)
-            except BaseException as interruption:  # the thread has not ended yet
-                self._consensus.leave(interruption)
-                raise
+            step.finish()
+            if self._is_threaded:
+                self._consensus.recorder.counters.end_exposed(begun)
         self._results.end()
         if self._side is not None:
             self._side.end()
@@ -606,6 +591,31 @@ class GradientBuckets:
             order = step.order
             self._plan(self._consensus.root_only(_CALL, lambda: order))
             self._has_order = True
+        self._step = self._beginning = None
+
+    def _leave_step(self, name: str, error: BaseException) -> None:
+        """Let the threads of all ranks end a step that has failed on this one.
+
+        Args:
+          name: of the method from which the error escapes.
+          error: which all ranks know of, or learn of by the strategy.
+        """
+        consensus = self._consensus
+        is_known = consensus.is_known(error, consensus.lock.state.events - 1)
+        step = self._step if name == "__exit__" else self._beginning
+        if step is None:
+            return
+        if name == "__exit__":
+            # The threads of other replicas wait for gradients that this one has not put
+            step.fail(error)
+        else:  # no rank has put a gradient, if all know of the error
+            step.cancel(error)
+        if not is_known:
+            self._own.leave(error)
+        elif name == "__exit__":
+            step.finish()
+        self._results.end()
+        self._step = self._beginning = None
 
     def _reduce(
         self,
@@ -635,3 +645,11 @@ class GradientBuckets:
         if not self._is_closed:
             self._is_closed = True
             self._used.owner = None
+
+
+announce_errors(
+    GradientBuckets,
+    ("__enter__", "__exit__"),
+    attrgetter("_consensus"),
+    after=GradientBuckets._leave_step,
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,21 +69,24 @@ def kind_of(array: Any) -> Kind:
 
 
 def groups(
-    kinds: Sequence[Kind], sizes: Sequence[int], bytes_per_pack: int
+    kinds: Sequence[Kind],
+    sizes: Sequence[int],
+    bytes_per_pack: int,
+    whole: Collection[Kind] = (),
 ) -> Iterator[list[int]]:
     """Yield the numbers of the arrays of each pack: of one kind, up to a size.
 
-    `sizes` are in bytes, and equal on all ranks.
+    `sizes` are in bytes, and equal on all ranks. Kinds of `whole` get one pack.
     """
     by_kind: dict[Kind, list[int]] = {}
     for j, kind in enumerate(kinds):
         by_kind.setdefault(kind, []).append(j)
-    for same in by_kind.values():
+    for kind, same in by_kind.items():
         members: list[int] = []
-        size = 0
+        size, limit = 0, 0 if kind in whole else bytes_per_pack
         for j in same:
             # 0 means no limit. At least one array is in each pack.
-            if members and bytes_per_pack and size + sizes[j] > bytes_per_pack:
+            if members and limit and size + sizes[j] > limit:
                 yield members
                 members, size = [], 0
             members.append(j)

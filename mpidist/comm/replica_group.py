@@ -88,34 +88,53 @@ class _Resources:
                     self.channel.close()
             finally:  # its errors are raised on all ranks
                 self.topology.close(self.consensus.drain())
+        self._forget()
+
+    def abandon(self) -> None:
+        """Leave what ranks cannot free together, as they cannot communicate."""
+        self.node_memory.close()
+        for consensus in list(Consensus.in_use):  # those of threads, too
+            if consensus.failures is self.consensus.failures:
+                consensus.departures.keep_messages()
+                consensus.close()
+        self.topology.closed = True
+        self._forget()
+
+    def _forget(self) -> None:
         kept = _Resources.in_use.items()
         _Resources.in_use = {key: r for key, r in kept if r is not self}
 
     @classmethod
-    def list_dropped(cls) -> list[_Key]:
-        """Return which strategies this rank has dropped, and can still communicate."""
+    def list_dropped(cls) -> list[tuple[_Key, bool]]:
+        """Return which strategies this rank has dropped, and whether each can be freed.
+
+        Those that are broken on some rank cannot.
+        """
         if len(cls.in_use) >= cls._collect_at:
             gc.collect()  # strategies are in reference cycles
             alive = sum(r.owner() is not None for r in cls.in_use.values())
             cls._collect_at = max(_COLLECT_AT, 2 * alive)
         return [
-            key
+            (key, resources.consensus.broken is None)
             for key, resources in cls.in_use.items()
-            if resources.owner() is None and resources.consensus.broken is None
+            if resources.owner() is None
         ]
 
     @classmethod
-    def free_dropped(cls, dropped: Sequence[Sequence[_Key]]) -> None:
+    def free_dropped(cls, dropped: Sequence[Sequence[tuple[_Key, bool]]]) -> None:
         """Free strategies that all their ranks have dropped. Collective.
 
         Args:
           dropped: the result of `list_dropped` on each calling rank.
         """
-        counts = collections.Counter(itertools.chain.from_iterable(dropped))
-        for key, count in sorted(counts.items()):
+        by_key: dict[_Key, list[bool]] = {}
+        for key, is_usable in itertools.chain.from_iterable(dropped):
+            by_key.setdefault(key, []).append(is_usable)
+        for key, can_free in sorted(by_key.items()):
             _, members = key
-            if count == len(members) and key in cls.in_use:
-                cls.in_use[key].free()
+            if len(can_free) == len(members) and key in cls.in_use:
+                resources = cls.in_use[key]
+                resources.free() if all(can_free) else resources.abandon()
 
 
 class ReplicaGroup:
@@ -295,6 +314,14 @@ class ReplicaGroup:
         return self.collectives.all_reduce(
             operation, reduce_op, value, options, self._prepare
         )
+
+    def reduce_own(self, operation: str, reduce_op: str, value: Any) -> Any:
+        """Return the reduction of numbers of this library, not of the user's.
+
+        Such as counts of rows: no option, compression or CrossDeviceOps changes them.
+        """
+        self.topology.require_open()
+        return self.collectives.all_reduce(operation, reduce_op, value)
 
     def reduce_over_axis(
         self, operation: str, reduce_op: ReduceOp | str, value: Any, axis: Axis

@@ -20,7 +20,7 @@ from mpidist.comm import arithmetic
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpidist.jax import compat
-from mpidist.jax.runtime import call_host, find_strategy, require_dispatch
+from mpidist.jax.runtime import announced, call_host, find_strategy, require_dispatch
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import validation
 
@@ -51,6 +51,7 @@ class _Call(NamedTuple):
         return f"mpidist.jax.{self.name}"
 
 
+@announced
 def all_reduce(
     reduce_op: ReduceOp | str,
     value: Any,
@@ -100,6 +101,7 @@ def all_reduce(
     )
 
 
+@announced
 def all_gather(
     value: Any,
     axis: int = 0,
@@ -150,6 +152,7 @@ def all_gather(
     )
 
 
+@announced
 def broadcast(value: Any, root: int = 0, *, strategy: Strategy | None = None) -> Any:
     """Return the arrays of replica `root`, on every replica. Collective.
 

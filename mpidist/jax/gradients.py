@@ -31,10 +31,10 @@ def value_and_grad(
     """Like `jax.value_and_grad`, with value and gradients over all replicas.
 
     The returned function is collective: inside `jit` it makes one all_reduce; outside,
-    or if `fun` makes collectives, one more to learn the number of all rows. `fun`
-    returns the mean over this replica's rows. The results are means over the rows of
-    all replicas, weighted by their numbers of rows. Replicas without rows contribute
-    nothing, even if `fun` returns nan there.
+    with compression, or if `fun` makes collectives, one more to learn the number of all
+    rows. `fun` returns the mean over this replica's rows. The results are means over
+    the rows of all replicas, weighted by their numbers of rows. Replicas
+    without rows contribute nothing, even if `fun` returns nan there.
 
     Args:
       fun: as in `jax.value_and_grad`; it may use collectives of mpidist.jax.
@@ -128,7 +128,8 @@ def mean_over_rows(
     """Return the mean of a pytree over the rows of all replicas. Collective.
 
     For gradients that another library has computed (such as `nnx.grad`), and for
-    running statistics. It makes one all_reduce, inside or outside `jit`.
+    running statistics. It makes one all_reduce, inside or outside `jit`; with
+    compression, one more for the number of all rows, which is exact.
 
     Args:
       values: a pytree of means over this replica's rows.
@@ -151,10 +152,20 @@ def mean_over_rows(
     call = "mpidist.jax.mean_over_rows"
     strategy = find_strategy(strategy, call)
     sums, count, dtypes = checked(strategy, call, lambda: _sums(values, rows))
-    sums, total = all_reduce("SUM", (sums, count), options, strategy=strategy)
-    return jax.tree.map(
-        lambda x, dtype: (x / total.astype(x.dtype)).astype(dtype), sums, dtypes
-    )
+    if getattr(options, "compression", None) is None:
+        sums, total = all_reduce("SUM", (sums, count), options, strategy=strategy)
+        means = jax.tree.map(lambda x: x / total.astype(x.dtype), sums)
+    else:  # neither the number of rows nor sums over rows fit narrow numbers
+        total = all_reduce("SUM", count, _plain(options), strategy=strategy)
+        shares = jax.tree.map(lambda x: x / total.astype(x.dtype), sums)
+        means = all_reduce("SUM", shares, options, strategy=strategy)
+    return jax.tree.map(lambda x, dtype: x.astype(dtype), means, dtypes)
+
+
+def _plain(options: CommunicationOptions | None) -> CommunicationOptions | None:
+    """Return the options for numbers of rows: of the user's, the timeout alone."""
+    seconds = None if options is None else options.timeout_seconds
+    return None if seconds is None else CommunicationOptions(timeout_seconds=seconds)
 
 
 def _sums(means: Any, rows: Any) -> tuple[Any, Any, Any]:
@@ -237,7 +248,7 @@ class _Loss(NamedTuple):
         """
         more: Any = {"options": self.options, "strategy": self.strategy}
         count = jnp.asarray(self.rows, jnp.result_type(float))
-        total = all_reduce("SUM", count, **more)
+        total = all_reduce("SUM", count, _plain(self.options), strategy=self.strategy)
         both, aux = self.differentiate(args, kwargs, count / total)
         if self.rows == 0:  # its own values may be nan, and do not count
             both = jax.tree.map(

@@ -13,11 +13,13 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import jax
 from mpi4py import MPI
 
+from mpidist.comm.consensus.consensus import Consensus
+from mpidist.comm.consensus.public_calls import announcing
 from mpidist.comm.consensus.signatures import skip_folder
 from mpidist.context import (
     get_replica_context,
@@ -68,6 +70,28 @@ def find_strategy(strategy: Strategy | None, call: str) -> Strategy:
         require_cross_replica(strategy, call)
     strategy.extended.topology.require_open()
     return strategy
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def announced(function: F) -> F:
+    """Make a public function announce what escapes from it: see `public_calls`."""
+
+    def work(of: Strategy | None, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, strategy=of, **kwargs)
+
+    inner = announcing(functools.wraps(function)(work), _consensus_of)
+
+    @functools.wraps(function)
+    def call(*args: Any, strategy: Strategy | None = None, **kwargs: Any) -> Any:
+        return inner(strategy, *args, **kwargs)
+
+    return cast(F, call)
+
+
+def _consensus_of(strategy: Strategy | None) -> Consensus:
+    return (get_strategy() if strategy is None else strategy).extended.consensus
 
 
 def require_dispatch(strategy: Strategy, call: str) -> None:

@@ -322,7 +322,7 @@ class PreemptionCheckpointHandler:
             save = max(save, self._manager.longest_save_seconds)
         mine = [_milliseconds(x) for x in (-left, step, save)]
         mine.append(self._asked_at is not None)
-        found = self._group.reduce(_CALL, "MAX", np.array(mine, np.int64)).tolist()
+        found = self._group.reduce_own(_CALL, "MAX", np.array(mine, np.int64)).tolist()
         self._durations = _Durations(found[1] / 1000, found[2] / 1000)
         return -found[0] / 1000, bool(found[3])
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mpidist.comm.consensus.public_calls import announce_errors
 from mpidist.comm.consensus.signatures import group_by_rank
 from mpidist.context import (
-    get_replica_context,
     get_strategy,
     has_strategy,
     in_replica_of,
+    require_cross_replica,
 )
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, MismatchError
@@ -178,9 +180,18 @@ class Statistic(abc.ABC):
         return rows.pop(), [*map(min, zip(*extents))], [*map(max, zip(*extents))]
 
     def _all_reduce(self, op: str, value: Any) -> Any:
-        if in_replica_of(self.distribute_strategy):
-            return get_replica_context().all_reduce(op, value)
-        return self.distribute_strategy.reduce(op, value)
+        """Return the reduction of counts and sums over all ranks. Collective."""
+        strategy = self.distribute_strategy
+        if not in_replica_of(strategy):
+            require_cross_replica(strategy, type(self).__name__)
+        return strategy.extended.reduce_own(type(self).__name__, op, value)
+
+
+announce_errors(
+    Statistic,
+    ("result", "get_state"),
+    attrgetter("distribute_strategy.extended.consensus"),
+)
 
 
 def _shown(kind: tuple[str, str, str]) -> str:

@@ -50,10 +50,14 @@ def _loses(value: complex, dtype: np.dtype[Any]) -> bool:
     return not isinstance(value, int)
 
 
+def evaluate(initial_value: Any) -> Any:
+    """Return an initial value, or what it returns if it is a function."""
+    is_function = callable(initial_value) and not hasattr(initial_value, "shape")
+    return initial_value() if is_function else initial_value
+
+
 def initial(initial_value: Any, dtype: Any) -> Any:
     """Return the initial value of a variable as an array, of `dtype` if it is given."""
-    if callable(initial_value) and not hasattr(initial_value, "shape"):
-        initial_value = initial_value()
     array = arrays.to_tensor(initial_value, "initial_value")
     if dtype is None:
         return array

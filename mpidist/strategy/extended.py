@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
 
+from mpidist.comm.consensus.public_calls import announce_errors
 from mpidist.comm.consensus.signatures import (
     group_by_rank,
     name_ranks,
@@ -354,6 +356,16 @@ class StrategyExtended(ReplicaGroup):
     ) -> Any:
         """Return the replicas' values, concatenated: `ReplicaContext.all_gather`."""
         return self.gather("all_gather", value, axis, options)
+
+
+announce_errors(
+    StrategyExtended,
+    (
+        *("call_for_each_replica", "merge_call", "reduce_to", "batch_reduce_to"),
+        *("broadcast_to", "audit_variables", "all_reduce", "all_gather"),
+    ),
+    attrgetter("consensus"),
+)
 
 
 def _first_difference(group: ReplicaGroup, call: str, array: Any) -> str:

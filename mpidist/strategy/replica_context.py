@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from mpidist import context
+from mpidist.comm.consensus.public_calls import announce_errors
 from mpidist.context import is_current
 from mpidist.errors import ContextError
 from mpidist.options import CommunicationOptions, ReduceOp
@@ -240,10 +243,12 @@ class ReplicaContext:
           >>> strategy.run(step, args=(np.ones(2),)).values
           (array([2., 2.]),)
         """
+        depth = context.depth()
         self._require_current("merge_call")
         try:
             return self._strategy.extended.merge_call(merge_fn, args, kwargs)
         except BaseException as error:
+            context.restore(depth)
             fold(error)
             raise
 
@@ -262,6 +267,13 @@ class ReplicaContext:
             f"<{type(self).__name__} of replica {self._replica_id} of "
             f"{self.num_replicas_in_sync}>"
         )
+
+
+announce_errors(
+    ReplicaContext,
+    ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "merge_call"),
+    attrgetter("_strategy.extended.consensus"),
+)
 
 
 class DefaultReplicaContext(ReplicaContext):

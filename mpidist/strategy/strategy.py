@@ -6,8 +6,11 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
+from mpidist import context
+from mpidist.comm.consensus.public_calls import announce_errors
 from mpidist.comm.gradient_buckets import GradientBuckets
 from mpidist.comm.packing import Axis
 from mpidist.context import Scope, enter, in_replica_of, require_cross_replica
@@ -169,6 +172,7 @@ class Strategy:
         """
         extended = self._extended
         counters, trace = extended.consensus.recorder.counters, tracing.active
+        depth = context.depth()
         try:
             if extended.topology.closed:
                 extended.topology.require_open()
@@ -182,6 +186,7 @@ class Strategy:
                 "run", self._call_replica, fn, args, kwargs, options
             )
         except BaseException as error:
+            context.restore(depth)
             fold(error)
             raise
         if trace is not None:
@@ -490,9 +495,9 @@ class Strategy:
         call, extended = "experimental_distribute_values_from_function", self._extended
         require_cross_replica(self, call)
         replica_id = extended.replica_id
-        context = ValueContext(replica_id, extended.num_replicas)
+        where = ValueContext(replica_id, extended.num_replicas)
         value = extended.consensus.run(
-            call, lambda: validation.function("value_fn", value_fn)(context)
+            call, lambda: validation.function("value_fn", value_fn)(where)
         )
         return nest.map_leaves(lambda leaf: PerReplica((leaf,), (replica_id,)), value)
 
@@ -616,6 +621,23 @@ class Strategy:
         return (
             f"<{type(self).__name__}: replica {self._extended.replica_id} of {where}>"
         )
+
+
+announce_errors(
+    Strategy,
+    (
+        *("run", "reduce", "gather", "broadcast", "broadcast_object", "barrier"),
+        *("gather_objects", "symmetric_like", "gradient_buckets", "statistics_of"),
+        "experimental_distribute_values_from_function",
+        "experimental_distribute_dataset",
+        *("distribute_datasets_from_function", "experimental_finalize"),
+    ),
+    attrgetter("_extended.consensus"),
+)
+# Aliases are the same functions
+Strategy.experimental_distribute_datasets_from_function = (
+    Strategy.distribute_datasets_from_function
+)
 
 
 def _local_result(leaf: Any) -> Any:

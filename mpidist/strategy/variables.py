@@ -34,6 +34,7 @@ import numpy as np
 
 from mpidist import context
 from mpidist.comm import arithmetic
+from mpidist.comm.consensus.public_calls import announce_errors
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.device import arrays
 from mpidist.errors import (
@@ -162,8 +163,9 @@ class Variable(ArrayView, DistributedValues):
             self._trainable = not self._is_on_read
             if trainable is not None:
                 self._trainable = validation.switch("trainable", trainable)
+            value = assignment.evaluate(initial_value)
             return arrays.to_device(
-                assignment.initial(initial_value, dtype), extended.device
+                assignment.initial(_read(value), dtype), extended.device
             )
 
         call = f"Variable {self._name}"
@@ -574,7 +576,7 @@ class Variable(ArrayView, DistributedValues):
         local = self._values[0]
         if type(value) is type(local) is np.ndarray and value.dtype is local.dtype:
             return value
-        return assignment.convert(value, local, self._name)
+        return assignment.convert(_read(value), local, self._name)
 
     def _scatter(
         self,
@@ -600,7 +602,10 @@ class Variable(ArrayView, DistributedValues):
             )
 
         def flatten() -> tuple[Any, Any]:
-            return assignment.flatten(self.local, delta, expand, self._name)
+            slices = delta
+            if isinstance(delta, IndexedSlices):
+                slices = IndexedSlices(_read(delta.values), _read(delta.indices))
+            return assignment.flatten(self.local, slices, expand, self._name)
 
         consensus = self._extended.consensus
         is_replica = frame.is_replica_of(self._strategy)
@@ -647,6 +652,10 @@ class Variable(ArrayView, DistributedValues):
                 "with aggregation NONE, so its copies have no common value; set an "
                 "aggregation"
             )
+        return self._reduced()
+
+    def _reduced(self) -> Any:
+        """Return the copies of all replicas, reduced. Collective."""
         return make_read_only(self._reduce(f"read of {self._name}", self._values[0]))
 
     @property
@@ -742,6 +751,40 @@ class Variable(ArrayView, DistributedValues):
         )
 
 
+def _is_local(variable: Variable, call: str) -> bool:
+    """Return whether changing a variable is not collective in the current context."""
+    frame = context.current()
+    if frame.is_update or variable._is_default:
+        return True
+    return variable._is_on_read and frame.is_replica_of(variable._strategy)
+
+
+_consensus_of = operator.attrgetter("_extended.consensus")
+announce_errors(
+    Variable, ("__init__",), lambda _: context.get_strategy().extended.consensus
+)
+announce_errors(Variable, ("_reduced",), _consensus_of)
+announce_errors(
+    Variable,
+    (
+        *("assign", "assign_add", "assign_sub", "batch_scatter_update"),
+        *("scatter_add", "scatter_sub", "scatter_min", "scatter_max", "scatter_mul"),
+        *("scatter_div", "scatter_update", "scatter_nd_add", "scatter_nd_sub"),
+        "scatter_nd_update",
+    ),
+    _consensus_of,
+    _is_local,
+)
+
+
+def _read(value: Any) -> Any:
+    """Return the value of a variable in this context, anything else as it is.
+
+    Collective where `Variable.value` is.
+    """
+    return value._array() if isinstance(value, Variable) else value
+
+
 def _copy_of_new(old: Any, new: Any) -> Any:
     """Return a copy of the new value; the `apply` of `assign`."""
     return new.copy()
@@ -798,18 +841,7 @@ class Part(np.ndarray[Any, np.dtype[Any]]):
         Raises what `Variable.assign` raises; also MismatchError, on all replicas, if
         they assign to different parts, and ArgumentError for a copy of a part.
         """
-        root = self if self.base is None else self.base
-        if not isinstance(root, Part):
-            root = self
-        reference = getattr(root, "variable", None)
-        if reference is None or self.dtype != root.dtype:
-            raise ArgumentError(
-                "assign needs a view of a variable, selected by integers and slices, "
-                f"such as w[0] or w[:, 1:]; this is a copy: {self!r}"
-            )
-        variable: Variable | None = reference()
-        if variable is None:
-            raise ArgumentError("assign to a part: the variable no longer exists")
+        root, variable = _root_and_variable(self)
         offset = self.__array_interface__["data"][0]
         offset -= root.__array_interface__["data"][0]
         # In elements: a mean of integers, which `root` may be, has another dtype
@@ -818,6 +850,34 @@ class Part(np.ndarray[Any, np.dtype[Any]]):
         put = functools.partial(_put, variable.name, np.asarray(root), view)
         variable._change("assign", put, value, view)
         return variable
+
+
+def _root_and_variable(part: Part) -> tuple[Part, Variable]:
+    """Return what a part is a view of, and the variable.
+
+    Raises ArgumentError if there is none.
+    """
+    root = part if part.base is None else part.base
+    if not isinstance(root, Part):
+        root = part
+    reference = getattr(root, "variable", None)
+    if reference is None or part.dtype != root.dtype:
+        raise ArgumentError(
+            "assign needs a view of a variable, selected by integers and slices, "
+            f"such as w[0] or w[:, 1:]; this is a copy: {part!r}"
+        )
+    variable: Variable | None = reference()
+    if variable is None:
+        raise ArgumentError("assign to a part: the variable no longer exists")
+    return root, variable
+
+
+announce_errors(
+    Part,
+    ("assign",),
+    lambda part: _consensus_of(_root_and_variable(part)[1]),
+    lambda part, call: _is_local(_root_and_variable(part)[1], call),
+)
 
 
 def _root_of(variable: Variable, array: Any) -> Any:

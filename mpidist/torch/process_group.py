@@ -16,7 +16,6 @@ import datetime
 import functools
 import itertools
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -97,7 +96,6 @@ class Operations:
         self._group.closing.append(self._free)
         # `Join` leaves one to C++ alone, which would then wait for it for ever
         self._kept: collections.deque[Work] = collections.deque(maxlen=_KEPT)
-        self._creator = threading.get_ident()
         _finish_at_exit()
 
     def _free(self) -> None:
@@ -615,13 +613,13 @@ class Operations:
         def in_turn() -> None:
             # The operations of a group belong to the thread that runs them now; the
             # end of the program, to the thread that made the group
-            lock.adopt()
+            former = lock.adopt()
             try:
                 with self._consensus.call(name) as self._call:
                     self._seconds = seconds
                     run()
             finally:
-                lock.creator = self._creator
+                lock.restore(former)
 
         return in_turn
 

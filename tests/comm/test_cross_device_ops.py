@@ -275,3 +275,24 @@ def test_devices_are_named_as_in_tensorflow(comm, device, make_strategy):
         np.testing.assert_array_equal(total, [size, size])
         first = strategy.extended.broadcast_to(comm.rank + 5, destinations)
         assert int(first) == 5
+
+
+class Clipped(mpidist.CrossDeviceOps):
+    def reduce_implementation(self, *args):
+        return np.minimum(super().reduce_implementation(*args), 1.5)
+
+
+@pytest.mark.parametrize("rows", [20, 30_000])
+def test_numbers_of_rows_are_not_for_users_to_reduce(comm, make_strategy, rows):
+    strategy = make_strategy(cross_device_ops=Clipped())
+    values = np.full((rows + comm.rank, 2), 0.5 / rows / comm.size)
+    total = sum(rows + rank for rank in range(comm.size))
+    np.testing.assert_allclose(
+        strategy.reduce("MEAN", values, axis=0), values.sum(0) * 0 + values[0]
+    )
+    found = strategy.statistics_of(np.arange(6.0) + 10 * comm.rank)
+    everyone = [np.arange(6.0) + 10 * rank for rank in range(comm.size)]
+    assert found.mean == np.mean(everyone)
+    histogram = mpidist.statistics.Histogram([-1, 1e9], strategy=strategy)
+    histogram.update_state(np.zeros(rows + comm.rank))
+    assert list(histogram.result().counts) == [total]

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import mpidist
 from mpidist.errors import ArgumentError, ArgumentTypeError
 
 jax = pytest.importorskip("jax")
@@ -264,3 +265,23 @@ def test_a_step_is_one_collective(comm, strategy):
     before = consensus.calls
     step(weights(), X, Y)
     assert consensus.calls - before == (comm.size > 1)
+
+
+@pytest.mark.parametrize("compression", ["float16", "bfloat16"])
+@pytest.mark.parametrize("transform", [lambda f: f, mj.jit])
+def test_numbers_of_rows_are_not_compressed(comm, strategy, compression, transform):
+    options = mpidist.CommunicationOptions(
+        compression=compression, implementation="MPI"
+    )
+    rows = jnp.full(70_001 + comm.rank, 1.0 + comm.rank / 2)
+    counts = np.array([70_001 + rank for rank in range(comm.size)])
+    expected = np.average(1.0 + np.arange(comm.size) / 2, weights=counts)
+    both = mj.value_and_grad(
+        lambda w, x: jnp.mean(w * x), strategy=strategy, options=options
+    )
+    value, gradient = transform(lambda w, x: both(w, x))(1.0, rows)
+    np.testing.assert_allclose([value, gradient], [expected] * 2, rtol=2e-2)
+    mean = mj.mean_over_rows(
+        jnp.float32(1), len(rows), options=options, strategy=strategy
+    )
+    assert abs(float(mean) - 1) < 2e-2

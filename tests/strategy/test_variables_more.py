@@ -223,3 +223,28 @@ def test_what_belongs_to_this_process_cannot_be_pickled(strategy):
             pickle.dumps(value)
     with pytest.raises(mpidist.ContextError, match="cannot be pickled"):
         strategy.run(lambda: pickle.dumps(mpidist.get_replica_context()))
+
+
+def test_what_a_variable_on_read_is_assigned_as(strategy):
+    """In cross-replica context its value is that of all replicas."""
+    n, sync = strategy.num_replicas_in_sync, mpidist.VariableSynchronization.ON_READ
+    with strategy.scope():
+        counter = mpidist.Variable(
+            np.zeros(3), synchronization=sync, aggregation=SUM, name="counter"
+        )
+        silent = mpidist.Variable(np.zeros(3), synchronization=sync)
+        w, table = mpidist.Variable(np.zeros(3)), mpidist.Variable(np.zeros((2, 3)))
+    strategy.run(lambda: (counter.assign_add(np.full(3, 2.0)), None)[1])
+    with strategy.scope():
+        assert np.array_equal(w.assign(counter), np.full(3, 2.0 * n))
+        assert np.array_equal(w.assign_add(counter), np.full(3, 4.0 * n))
+        assert np.array_equal(mpidist.Variable(counter), np.full(3, 2.0 * n))
+        assert np.array_equal(mpidist.Variable(lambda: counter), np.full(3, 2.0 * n))
+        table[1].assign(counter)
+        table.scatter_add(IndexedSlices(np.asarray(counter)[None], np.array([0])))
+        assert np.array_equal(table, np.full((2, 3), 2.0 * n))
+        with pytest.raises(mpidist.ArgumentError, match="aggregation NONE"):
+            w.assign(silent)
+        assert np.array_equal(w, np.full(3, 4.0 * n))
+    strategy.extended.update(w, lambda w: (w.assign(counter), None)[1])
+    assert np.array_equal(w, np.full(3, 2.0))

@@ -88,11 +88,12 @@ def plan_counts(
 
 def exchange_counts(
     state: State, plan: CountPlan, counts: Sequence[int], inputs: Sequence[Any] = ()
-) -> tuple[list[list[int]], list[Reader] | None]:
+) -> tuple[list[list[int]], Sequence[Any] | None]:
     """Return the counts of every rank, and its arrays if all are small. Collective.
 
     The call of `plan` is open, as what is returned is valid until the next one.
-    Returns None instead of `Reader`s if arrays were not sent along.
+    Returns None instead of the ranks' pages, for `Reader`, if arrays were not sent
+    along.
 
     Args:
       state: of the strategy.
@@ -124,7 +125,7 @@ def exchange_counts(
     # The largest size decides for all, so that every rank takes the same branch
     # next.
     is_small = max([counts.pop() for counts in everyone]) <= plan.most_bytes
-    return everyone, [Reader(page) for page in parts[1]] if is_small else None
+    return everyone, parts[1] if is_small else None
 
 
 def _gather(

@@ -48,6 +48,7 @@ from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import validation
+from mpidist.util.last_resort import with_spare
 from mpidist.util.shares import BatchShare
 
 _DEFAULT = CommunicationOptions()
@@ -157,12 +158,11 @@ def _send(state: State, plan: ExchangePlan, inputs: Sequence[Any], lengths: Any)
     with plan.call as call:
         pieces = call.reserve(prepare)
         own = list(itertools.chain.from_iterable(p.lengths for p in pieces))
-        everyone, readers = exchange_counts(
+        everyone, pages = exchange_counts(
             state, counts, own, [piece.rows for piece in pieces]
         )
-        if readers is not None:
-            received = _read_rows(state, pieces, everyone, readers)
-            return list(map(_axis_back, received, plan.axes))
+        if pages is not None:
+            return with_spare(_read_rows, state, plan, pieces, everyone, pages)
         # The arrays were too large to travel with the counts. By leaf, of each rank
         # how many rows it sends to each rank
         table = np.array(everyone, np.int64).reshape(ranks, len(pieces), ranks)
@@ -181,7 +181,7 @@ def _send(state: State, plan: ExchangePlan, inputs: Sequence[Any], lengths: Any)
             places = memory.reserve(reserve)
             memory.agree()
         else:
-            places = reserve()
+            places = with_spare(reserve)
         _receive(state, pieces, by_leaf, places, deadline_of(plan.options))
         return [
             _put(place.rows, place.result, i)
@@ -191,13 +191,14 @@ def _send(state: State, plan: ExchangePlan, inputs: Sequence[Any], lengths: Any)
 
 def _read_rows(
     state: State,
+    plan: ExchangePlan,
     pieces: Sequence[_Piece],
     everyone: Sequence[Sequence[int]],
-    readers: Sequence[Reader],
+    pages: Sequence[Any],
 ) -> list[Any]:
     """Return this rank's rows of arrays that travelled with the counts."""
     rank, ranks = state.consensus.rank, state.consensus.size
-    received = []
+    received, readers = [], list(map(Reader, pages))
     for j, (rows, _) in enumerate(pieces):
         parts = []
         for reader, row_counts in zip(readers, everyone):
@@ -207,7 +208,7 @@ def _read_rows(
             begin = sum(to[:rank])
             parts.append(sent[begin : begin + to[rank]])
         received.append(np.concatenate(parts))
-    return received
+    return list(map(_axis_back, received, plan.axes))
 
 
 def reduce_scatter(

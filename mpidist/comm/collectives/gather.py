@@ -20,7 +20,12 @@ from mpidist.comm.collectives.arguments import (
     option_fields,
     require_dense,
 )
-from mpidist.comm.collectives.counts import CountPlan, exchange_counts, plan_counts
+from mpidist.comm.collectives.counts import (
+    CountPlan,
+    Reader,
+    exchange_counts,
+    plan_counts,
+)
 from mpidist.comm.collectives.plans import (
     State,
     Structure,
@@ -34,6 +39,7 @@ from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.transports.base import Transport
 from mpidist.device import arrays
 from mpidist.options import CommunicationOptions
+from mpidist.util.last_resort import with_spare
 
 _DEFAULT = CommunicationOptions()
 
@@ -153,19 +159,28 @@ def execute_gather(state: State, plan: GatherPlan, inputs: Sequence[Any]) -> lis
     """
     lengths = [a.shape[i] for a, i in zip(inputs, plan.axes)]
     with plan.counts.call:
-        everyone, readers = exchange_counts(state, plan.counts, lengths, inputs)
+        everyone, pages = exchange_counts(state, plan.counts, lengths, inputs)
         # Arrays were too large to travel: only lengths are known so far.
-        if readers is None:
+        if pages is None:
             return _gather(state, plan, inputs, np.array(everyone, np.int64))
-        # They travelled with the lengths: cut them out of what each rank published.
-        results = []
-        for j, (array, axis) in enumerate(zip(inputs, plan.axes)):
-            before, behind = array.shape[:axis], array.shape[axis + 1 :]
-            parts = [
-                reader.next((*before, lengths[j], *behind), array.dtype)
-                for reader, lengths in zip(readers, everyone)
-            ]
-            results.append(np.concatenate(parts, axis))
+        return with_spare(_read, plan, inputs, everyone, pages)
+
+
+def _read(
+    plan: GatherPlan,
+    inputs: Sequence[Any],
+    everyone: Sequence[Sequence[int]],
+    pages: Sequence[Any],
+) -> list[Any]:
+    """Return what has travelled with the lengths, cut out of each rank's page."""
+    results, readers = [], list(map(Reader, pages))
+    for j, (array, axis) in enumerate(zip(inputs, plan.axes)):
+        before, behind = array.shape[:axis], array.shape[axis + 1 :]
+        parts = [
+            reader.next((*before, lengths[j], *behind), array.dtype)
+            for reader, lengths in zip(readers, everyone)
+        ]
+        results.append(np.concatenate(parts, axis))
     return results
 
 
@@ -201,7 +216,7 @@ def _gather(
         packs = call.reserve(reserve)
         call.agree()
     else:
-        packs = reserve()
+        packs = with_spare(reserve)
     results: list[Any] = [None] * len(inputs)
     for pack in packs:
         members = pack.members

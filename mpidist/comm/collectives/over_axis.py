@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +40,7 @@ from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.packing import Axis
 from mpidist.errors import ArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.util.last_resort import with_spare
 
 _DEFAULT = CommunicationOptions()
 
@@ -186,14 +187,16 @@ def _execute(
 ) -> list[Any]:
     """Return the reductions of the leaves. Collective."""
 
-    def prepare() -> tuple[_Partial, Any]:
+    def prepare() -> tuple[_Partial, Callable[[], list[Any]]]:
         # The plan is cached and shared by threads; memory belongs to this call.
-        partial, sum_here = _reduce_own(state, plan, inputs), None
-        if plan.op.adds and plan.packed is None:
-            sum_here = (summation or functools.partial(prepare_sums, state))(
-                partial.sent, plan.options
-            )
-        return partial, sum_here
+        partial = _reduce_own(state, plan, inputs)
+        if not plan.op.adds or plan.packed is not None:
+            return partial, list
+        count, add = len(inputs), functools.partial(prepare_sums, state)
+        sum_values = (summation or add)(partial.sent[:count], plan.options)
+        # Lengths, and what shows overflows, are not the user's to change
+        sum_rest = add(partial.sent[count:], _DEFAULT)
+        return partial, lambda: [*sum_values(), *sum_rest()]
 
     with plan.call as call:
         # A reduction of this rank's rows may fail (memory)
@@ -213,7 +216,7 @@ def _execute(
         if plan.is_large:
             results = call.finish(finish, plan, totals, partial.rough)
         else:
-            results = finish(plan, totals, partial.rough)
+            results = with_spare(finish, plan, totals, partial.rough)
     # As NumPy's sum does, give an array scalar where no dimension is left
     return [result[()] for result in results]
 

@@ -30,6 +30,8 @@ _NUMBERS = {int, float, complex, np.float32, np.float64, np.complex64, np.comple
 _INT_END = 1 << 63
 _FLAT = (list, tuple)
 _DISTRIBUTED = {PerReplica, Mirrored}
+# Types and dtypes to which results can be converted
+_tried: set[tuple[type, np.dtype[Any]]] = set()
 Kind = Callable[[Any], Any]
 Make = Callable[[], tuple[Any, Sequence[Any], Sequence[Any]]]
 Execute = Callable[[Any, Sequence[Any]], list[Any]]
@@ -61,6 +63,20 @@ class Structure(NamedTuple):
         is_flat = spec.type in _FLAT and spec.num_children == count
         is_flat = is_flat and spec.num_nodes == count + 1
         return cls(spec, spec.type if is_flat else nest.Spec, foreign)
+
+    def try_out(self, leaves: Sequence[Any], inputs: Sequence[Any]) -> None:
+        """Raise if results cannot have the leaf types: the ranks have not agreed yet.
+
+        Args:
+          leaves: of the value.
+          inputs: the leaves as arrays.
+        """
+        for i in self.foreign:
+            array, kind = inputs[i], (type(leaves[i]), inputs[i].dtype)
+            if kind not in _tried and isinstance(array, np.ndarray):
+                arrays.like(np.zeros((1,) * array.ndim, array.dtype), leaves[i])
+                if len(_tried) < _MOST:
+                    _tried.add(kind)
 
     def give_back(
         self, results: list[Any], leaves: Sequence[Any], spec: nest.Spec | None = None
@@ -103,35 +119,31 @@ class PlanCache:
           value: a nest; components of distributed values are its leaves.
           kind: what leaves with the same plan have in common; None if that is unknown.
         """
-        try:
-            # Of a distributed value this rank has one component.
-            if type(value) in _DISTRIBUTED:
-                value = value.values[0]
-            # The cheapest lookup comes first: one array costs no tuple of kinds.
-            if type(value) is np.ndarray:
-                is_whole = kind is kind_of
-                array_kind = (value.dtype, value.shape) if is_whole else kind(value)
-                key = None if array_kind is None else (operation, detail, array_kind)
-                return key, self._known.get(key), (value,), None
-            structure: Any = type(value)
-            if structure in _FLAT:
-                leaves = [a.values[0] if type(a) in _DISTRIBUTED else a for a in value]
-                kinds = tuple(map(kind, leaves))
-                # A leaf of unknown kind is converted each time, so a plan cannot be
-                # looked up.
-                if None not in kinds:
-                    key = operation, detail, (structure, kinds)
-                    return key, self._known.get(key), leaves, None
-            leaves, spec = nest.flatten(value)
-            leaves = [a.values[0] if type(a) in _DISTRIBUTED else a for a in leaves]
+        # Of a distributed value this rank has one component.
+        if type(value) in _DISTRIBUTED:
+            value = value.values[0]
+        # The cheapest lookup comes first: one array costs no tuple of kinds.
+        if type(value) is np.ndarray:
+            is_whole = kind is kind_of
+            array_kind = (value.dtype, value.shape) if is_whole else kind(value)
+            key = None if array_kind is None else (operation, detail, array_kind)
+            return key, self._known.get(key), (value,), None
+        structure: Any = type(value)
+        if structure in _FLAT:
+            leaves = [a.values[0] if type(a) in _DISTRIBUTED else a for a in value]
             kinds = tuple(map(kind, leaves))
-            if None in kinds:
-                return None, None, leaves, spec
-            key = operation, detail, (spec, kinds)
-            return key, self._known.get(key), leaves, spec
-        except BaseException as error:
-            # A nest may raise when it is read, perhaps on this rank alone
-            self._consensus.call(operation).fail(error)
+            # A leaf of unknown kind is converted each time, so a plan cannot be
+            # looked up.
+            if None not in kinds:
+                key = operation, detail, (structure, kinds)
+                return key, self._known.get(key), leaves, None
+        leaves, spec = nest.flatten(value)
+        leaves = [a.values[0] if type(a) in _DISTRIBUTED else a for a in leaves]
+        kinds = tuple(map(kind, leaves))
+        if None in kinds:
+            return None, None, leaves, spec
+        key = operation, detail, (spec, kinds)
+        return key, self._known.get(key), leaves, spec
 
     def keep(
         self, key: Any, plan: Any, leaves: Sequence[Any], inputs: Sequence[Any]
@@ -180,6 +192,7 @@ class PlanCache:
         # Held over plan and execution: two threads of a rank must not interleave.
         with self._consensus.call(operation) as call:
             plan, leaves, inputs = call.reserve(make)
+            call.reserve(plan.structure.try_out, leaves, inputs)
             results = execute(plan, inputs)
         # Cached only after execution: after a failed call the plan is created again, so
         # that the same error is found again.

@@ -45,6 +45,7 @@ from mpidist.comm.packing import Kind
 from mpidist.comm.transports.base import Transport
 from mpidist.device import arrays
 from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.util.last_resort import spare
 
 # A symmetric address, or 0, and what moves the data once the ranks agree: it is given
 # whether all ranks have passed that address
@@ -374,14 +375,21 @@ def reduce_packed(state: State, plan: ReducePlan, inputs: Sequence[Any]) -> list
             parts: Sequence[Sequence[Any]] = [(a,) for a in alone]
         else:
             parts = call.exchange(plan.pages, fill)
-        # Views of shared pages, valid until the next agreement: totals are our own
-        for pack, everyone in zip(plan.packs, parts):
-            total = plan.combine(everyone)
-            if plan.divisor:
-                total /= plan.divisor
-            if pack.dtype != pack.out:
-                total = total.astype(pack.out)
-            pack.take_apart(total, results)
+        while True:
+            try:
+                # Views of shared pages, valid until the next agreement: totals are
+                # our own
+                for pack, everyone in zip(plan.packs, parts):
+                    total = plan.combine(everyone)
+                    if plan.divisor:
+                        total /= plan.divisor
+                    if pack.dtype != pack.out:
+                        total = total.astype(pack.out)
+                    pack.take_apart(total, results)
+                break
+            except MemoryError:  # the other ranks have their results: once more
+                if not spare.release():
+                    raise
         # If any rank's flag is set, all ranks check
         if plan.has_integers and (
             plan.op is ReduceOp.PRODUCT or state.consensus.comparison.is_any_large
@@ -494,7 +502,7 @@ def prepare(
         else:
             totals = sum_here()
         if sums.is_checked:
-            _check_integers(state, partial, totals, options, summation)
+            _check_integers(state, partial, totals)
             del totals[-1]  # the flag is not a result
         if op is ReduceOp.MEAN or narrow:
             arithmetic.finish(op, totals, narrow, state.size)
@@ -549,8 +557,9 @@ def _divide(
         return []
     sizes = list(map(math.prod, shapes))
     sizes_bytes = [n * dtype.itemsize for n, (dtype, _) in zip(sizes, kinds)]
+    whole = {k for k in kinds if transport is None and _is_one_pack(state, k, options)}
     packs = []
-    for members in packing.groups(kinds, sizes_bytes, options.bytes_per_pack):
+    for members in packing.groups(kinds, sizes_bytes, options.bytes_per_pack, whole):
         kind = kinds[members[0]]
         size = sum(sizes[j] for j in members)
         # Sums of 16-bit floats are accumulated in float32; see
@@ -566,6 +575,21 @@ def _divide(
         inside = [shapes[j] for j in members]
         packs.append(_SumPack(members, inside, size, total, adder, wire))
     return packs
+
+
+def _is_one_pack(state: State, kind: Kind, options: CommunicationOptions) -> bool:
+    """Return whether the bits of sums could depend on how arrays are packed.
+
+    They do if the order of additions depends on the size of a pack, or on the place in
+    it, and is not that of the ranks.
+    """
+    dtype, is_device = kind
+    is_exact = dtype.kind in "iu" or state.size == 2
+    is_ordered = options.reproducible or arrays.is_float16(dtype)
+    how = implementation_of(options)
+    return not (
+        is_exact or state.transports.pick(how, is_ordered, is_device).is_ordered
+    )
 
 
 def _narrowing(
@@ -709,23 +733,16 @@ def _count_large(state: State, partial: Sequence[Any]) -> Any:
     return np.array([is_large], _FLAG)
 
 
-def _check_integers(
-    state: State,
-    partial: Sequence[Any],
-    totals: list[Any],
-    options: CommunicationOptions,
-    summation: Summation,
-) -> None:
+def _check_integers(state: State, partial: Sequence[Any], totals: list[Any]) -> None:
     """Raise, on all ranks, if sums of integers do not fit. Collective.
 
-    Only if some rank has large integers, all are added again in float64.
+    Only if some rank has large integers, all are added again in float64, whatever
+    options and operations the user has chosen for the sums.
 
     Args:
       state: of the strategy.
       partial: the summands; the last one is the result of `_count_large`.
       totals: the sums; those of narrow dtypes are replaced by exact ones.
-      options: see `CommunicationOptions`.
-      summation: prepares sums of arrays.
     """
     # The total of all ranks' flags: zero on all or none, so all return here
     # together.
@@ -734,8 +751,8 @@ def _check_integers(
     integers = [j for j, a in enumerate(partial) if a.dtype.kind in "iu"]
     with state.consensus.call("a sum of large integers") as call:
         sum_wide = call.reserve(
-            lambda: summation(
-                [partial[j].astype(np.float64) for j in integers], options
+            lambda: prepare_sums(
+                state, [partial[j].astype(np.float64) for j in integers], _DEFAULT
             )
         )
         call.agree()

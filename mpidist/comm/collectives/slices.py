@@ -17,7 +17,8 @@ from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, DTypeError
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.util import nest
+from mpidist.util import nest, validation
+from mpidist.util.last_resort import with_spare
 from mpidist.values import IndexedSlices, local_component
 
 
@@ -49,7 +50,7 @@ def reduce_slices(
     """
     consensus, name = state.consensus, f"{operation} of IndexedSlices"
 
-    def prepare() -> tuple[ReduceOp, list[Any], Any, list[int], list[Any]]:
+    def prepare() -> tuple[ReduceOp, list[Any], Any, list[int], list[Any], Any]:
         op = ReduceOp.parse(reduce_op)
         if not op.adds:
             raise ArgumentError(
@@ -60,11 +61,11 @@ def reduce_slices(
         inputs: list[Any] = []
         for i in sparse:
             inputs += _take_slices(state, leaves[i])
-        return op, leaves, spec, sparse, inputs
+        shapes = tuple(_shape_of(leaves[i].dense_shape) for i in sparse)
+        return op, leaves, spec, sparse, inputs, shapes
 
     with consensus.call(name) as call:
-        op, leaves, spec, sparse, inputs = call.reserve(prepare)
-        shapes = tuple(leaves[i].dense_shape for i in sparse)
+        op, leaves, spec, sparse, inputs, shapes = call.reserve(prepare)
         agreed = (
             ("reduce_op", op.name),
             ("the structure", str(spec)),
@@ -86,7 +87,7 @@ def reduce_slices(
                 results[i] = _join(state, op, leaves[i], values, indices)
 
         if sum(array.nbytes for array in gathered) < packing.LARGE_BYTES:
-            join()
+            with_spare(join)
         else:
             call.finish(join)
     # A collective of its own, within the call that `all_reduce` has opened
@@ -119,6 +120,20 @@ def _take_slices(state: State, slices: IndexedSlices) -> Sequence[Any]:
             f"IndexedSlices have {len(indices)} indices for {len(values)} rows"
         )
     return values, indices
+
+
+def _shape_of(dense_shape: Any) -> tuple[int, ...] | None:
+    """Return a shape, which TensorFlow has as a tensor, as ranks compare it."""
+    if dense_shape is None:
+        return None
+    shape = list(dense_shape) if isinstance(dense_shape, tuple) else dense_shape
+    lengths = arrays.to_host(arrays.to_tensor(shape, "dense_shape"))
+    if lengths.ndim != 1 or (lengths.size and lengths.dtype.kind not in "iu"):
+        raise ArgumentError(
+            "dense_shape of IndexedSlices must be a list of integers, not "
+            f"{validation.shown(dense_shape)}"
+        )
+    return tuple(lengths.tolist())
 
 
 def _join(

@@ -70,6 +70,7 @@ class Proposal(NamedTuple):
     payload: Payload | None = None
     address: int = 0
     is_large: bool = False  # see `Payload.fill`
+    is_late: bool = False  # see `Consensus.require_same`
 
 
 class Comparison(Protocol):

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,12 +42,7 @@ from mpidist.comm.consensus.signatures import (
     call_site,
     digest,
 )
-from mpidist.comm.consensus.thread_order import (
-    STEP,
-    ProgressCounters,
-    ThreadOrderedLock,
-    ThreadState,
-)
+from mpidist.comm.consensus.thread_order import STEP, ThreadOrderedLock
 from mpidist.comm.consensus.waiting import (
     Departures,
     Requests,
@@ -56,6 +52,7 @@ from mpidist.comm.consensus.waiting import (
 from mpidist.errors import CollectiveError, ContextError, DeadlineError, MpidistError
 from mpidist.util.forks import FORKED, call_in_child
 from mpidist.util.hashing import hash62
+from mpidist.util.last_resort import MoreStack, add_frames, spare
 from mpidist.util.tracebacks import fold
 
 Fields = Sequence[tuple[str, Any]]  # names and values that must be equal on all ranks
@@ -64,6 +61,9 @@ _MOST_BARE = 256  # calls without arguments that are kept
 _MOST_NOTED = 100  # places where something was made
 T = TypeVar("T")
 _get_ident = threading.get_ident
+# An error's attributes, without the code of its class, which may fail
+_attributes = BaseException.__dict__["__dict__"].__get__
+_KNOWN = "_mpidist_known"  # that all ranks know of the error, and since when
 
 
 class Consensus:
@@ -104,16 +104,13 @@ class Consensus:
         self.broken: str | None = None
         self._can_drain = False  # see `close`
         self.pids: dict[int, int] = {}  # of ranks that can be monitored
-        self._agreed_id = 0  # of an error raised on all ranks
         self._made_at: dict[str, str] = {}  # see `note_made`
         self.waiting = RequestWaiter(comm, self.departures)
         self.recorder = Recorder(channel, comm)
         self.begin, self.note = self.recorder.begin, self.recorder.note_arrivals
         check = self.failures.check if self.failures.is_needed else None
         self.lock = ThreadOrderedLock(self.recorder.end, check, self._on_error)
-        self.progress = ProgressCounters({})
-        self._thread = ThreadState({})
-        self.lock.states = self.progress, self._thread
+        self.progress = self._thread = self.lock.state
         # The operation whose ranks have to agree next: see `Call.reserve`
         self.reserved = ""
         self._bare: dict[str, Call] = {}
@@ -207,6 +204,7 @@ class Consensus:
         yield_cpu: bool = False,
         payload: Payload | None = None,
         address: int = 0,
+        is_late: bool = False,
     ) -> bool:
         """Wait until all ranks are in the same call and none has failed. Collective.
 
@@ -219,6 +217,7 @@ class Consensus:
           yield_cpu: whether to leave the core to other threads while waiting.
           payload: see `Call.exchange`.
           address: see `Comparison.agrees`.
+          is_late: whether the other ranks may have ended this call already.
 
         Raises, on all ranks:
           The error of a failed rank (each failed rank raises its own; the others raise
@@ -241,17 +240,19 @@ class Consensus:
             if thread and error is None:
                 error = self.lock.ambiguity(call.operation)
             fields = call, thread, error, timeout, yield_cpu, payload, address
-            proposal = self._ready(Proposal(*fields))
+            proposal = self._ready(Proposal(*fields, is_late=is_late))
             if not self._is_agreed(proposal):
                 self.settle(proposal)
             return self.comparison.is_same_address
 
     def is_plain(self) -> bool:
         """Return whether this rank may send the digest of a call at once."""
-        if self.broken is not None:
+        if self.broken is not None or spare.memory is None:
             return False
         lock = self.lock  # this thread holds it
-        return self._thread.unwinding is None and lock.holder == lock.creator
+        state = lock.state.__dict__
+        is_bound = state["unwinding"] or state["unannounced"]
+        return state is lock.first and not is_bound
 
     def settle(self, proposal: Proposal) -> None:
         """Raise on differing calls, or let another thread go first."""
@@ -273,6 +274,10 @@ class Consensus:
         still be reading its earlier data.
         """
         self.failures.require_none(proposal.error)
+        spare.restore()
+        swallowed, self._thread.unannounced = self._thread.unannounced, None
+        if swallowed is not None and proposal.error is None:
+            self.leave(swallowed)
         if self.broken is FINALIZED:
             raise proposal.error or ContextError(FINALIZED)
         if self.broken is not None:
@@ -290,20 +295,26 @@ class Consensus:
 
     def _is_agreed(self, proposal: Proposal) -> bool:
         """Exchange digests; return whether all ranks have sent the same."""
-        call, thread, error, timeout, yield_cpu, _, address, is_large = proposal
+        call, thread, error, timeout, yield_cpu, _, address, is_large, _ = proposal
         if thread:
             call = call._replace(options=(*call.options, ("thread", thread)))
         number = digest(call.without_step())
-        self.calls += 1
-        self.begin(self.calls, call, number)
+        self.begin(self.calls + 1, call, number)
         number ^= self.progress.digest ^ call.step_digest()
         words = number, LARGE * is_large if error is None else FAILED, address
         deadline = None if timeout is None else time.monotonic() + timeout
+        self.count_comparison()
         try:
             is_agreed = self.comparison.agrees(words, deadline, yield_cpu)
             return self.note(is_agreed, self.comparison)
         except WaitTimeoutError as late:
             self._break_off(late, call.operation, timeout)
+
+    def count_comparison(self) -> None:
+        """Record that a comparison begins: from now on other ranks may go on."""
+        self.reserved, self.lock.can_fail = "", False
+        self.calls += 1
+        self._thread.events += 1
 
     def _on_error(self, error: BaseException) -> None:
         """Mark the strategy as broken unless all ranks raise this error.
@@ -311,11 +322,12 @@ class Consensus:
         Otherwise other ranks are in this collective or the next one, and would match
         the next call of this rank with theirs.
         """
-        agreed, self._agreed_id = self._agreed_id, 0
         unwinding = self._thread.unwinding
-        if id(error) == agreed or (unwinding is not None and error is unwinding[1]):
-            return
-        self.leave(error)
+        if self.lock.can_fail and isinstance(error, Exception):
+            return  # who has called this announces it
+        is_reason = unwinding is not None and error is unwinding[1]
+        if not (is_reason or self.is_known(error, self._thread.events - 1)):
+            self.leave(error)
 
     @contextlib.contextmanager
     def same_on_all(self) -> Iterator[None]:
@@ -323,12 +335,86 @@ class Consensus:
         try:
             yield
         except MpidistError as error:
-            self.note_agreed(error)
+            self.mark_known(error)
             raise
 
-    def note_agreed(self, error: BaseException) -> None:
-        """Record that all ranks leave the collective by this error."""
-        self._agreed_id = id(error)
+    def mark_known(self, error: BaseException) -> None:
+        """Record that all ranks know of an error, by which this one leaves its call."""
+        self._thread.events += 1
+        _attributes(error)[_KNOWN] = self.recorder.channel, self._thread.events
+
+    def is_known(self, error: BaseException, since: int) -> bool:
+        """Return whether all ranks know of an error.
+
+        Args:
+          error: on its way to the user.
+          since: this thread's `events` before.
+        """
+        channel, event = _attributes(error).get(_KNOWN, (-1, 0))
+        return bool(channel == self.recorder.channel and event > since)
+
+    def announce_once(self, operation: str, error: Exception) -> None:
+        """Announce an error unless all ranks know of it; see `announce`."""
+        if not self.is_known(error, self._thread.events - 1):
+            self.announce(operation, error)
+
+    def announce(
+        self, operation: str, error: BaseException, is_late: bool = False
+    ) -> None:
+        """Exchange this rank's error in place of the next comparison. Collective.
+
+        An error that is no Exception, such as KeyboardInterrupt, is not exchanged: the
+        ranks' next calls differ, unless it comes up on all.
+
+        Args:
+          operation: the public call, for messages.
+          error: which the caller raises afterwards.
+          is_late: see `require_same`.
+
+        Raises another error than `error`, from which all ranks suffer.
+        """
+        if self.size == 1 or self.broken is not None:
+            return
+        if not isinstance(error, Exception):
+            self.progress.add("the number of interrupted calls", 1)
+            self.mark_known(error)
+            return
+        spare.release_after(error)
+        trace = error.__traceback__
+        try:
+            with MoreStack():
+                self.require_same(operation, error, is_late=is_late)
+        except BaseException as raised:
+            if raised is not error:
+                raise
+            # Without the frames of the exchange, which refer to the error
+            BaseException.with_traceback(error, trace)
+
+    def escaped(
+        self, operation: str, error: BaseException, since: int, depth: int
+    ) -> None:
+        """Announce what escapes from a public collective, unless all ranks know of it.
+
+        Args:
+          operation: the public call, for messages.
+          error: which the caller raises afterwards.
+          since: this thread's `events` at the begin of the call.
+          depth: its `depth` there.
+
+        Raises another error than `error`, from which all ranks suffer.
+        """
+        state = self._thread
+        state.depth = depth
+        if self.size == 1 or self.broken is not None or self.is_known(error, since):
+            return
+        is_late = state.events > since
+        if not is_late or isinstance(error, MpidistError):
+            # Most errors of this package come from values that all ranks have
+            self.announce(operation, error, is_late and not depth)
+        elif depth:  # the scope that it leaves exchanges it, if the program lets it
+            state.unannounced = error
+        else:
+            self.leave(error)
 
     def leave(self, error: BaseException) -> None:
         """Mark the strategy as broken: this rank alone has left a collective."""
@@ -349,7 +435,7 @@ class Consensus:
     def _break(self, reason: str, is_deadline: bool = False) -> None:
         """Mark the strategy as broken on this rank, and notify the others."""
         self.broken = reason
-        self.departures.announce(reason, is_deadline)
+        self.departures.leave(reason, is_deadline)
 
     def run(
         self,
@@ -371,21 +457,30 @@ class Consensus:
           same: given the result, returns what must be equal on all ranks.
           yield_cpu: for functions of different duration, see `require_same`.
         """
-        self.enter_scope()
-        error: BaseException | None = None
-        call = None
+        state = self._thread.__dict__
+        depth, call, error = state["depth"], None, None
         try:
+            if self.broken is not None:
+                self.require_open()
+            state["depth"] = depth + 1
             result = fn(*args)
             call = None if same is None else signature_of(operation, same(result))
         except BaseException as caught:
             fold(caught)  # other ranks show its traceback
             error = caught
+        begun = state["events"]
+        limit = 0 if error is None else add_frames(error)
         try:
+            state["depth"] = depth + 1  # whatever was interrupted
             self.leave_scope(operation, error, call=call, yield_cpu=yield_cpu)
         except BaseException as raised:
+            self.escaped(operation, raised, begun, depth)
             diagnostics.forget_locals(raised)
             raise
         finally:
+            if limit:  # see `Call.__exit__`
+                with contextlib.suppress(RecursionError):
+                    sys.setrecursionlimit(limit)
             del error
         return result
 
@@ -415,7 +510,8 @@ class Consensus:
         state = self._thread
         state.depth -= 1
         if error is not None and not isinstance(error, Exception):
-            self.progress.add("the number of interrupted calls", 1)
+            state.unannounced = None
+            self.announce(operation, error)
             raise error
         if state.unwinding is not None:
             # The other ranks have left this scope by an error
@@ -423,11 +519,14 @@ class Consensus:
             if depth == state.depth:
                 state.unwinding = None
                 self.progress.forget(STEP)
+            self.mark_known(error or reason)
             raise error or reason
         try:
-            if error is not None or timeout is not None or call or yield_cpu:
-                agreed = operation if error is not None or call is None else call
-                self.require_same(agreed, error, timeout, yield_cpu)
+            if error is not None:
+                with MoreStack():
+                    self.require_same(operation, error, timeout, yield_cpu)
+            elif timeout is not None or call or yield_cpu:
+                self.require_same(call or operation, None, timeout, yield_cpu)
             elif self.size > 1:
                 with self.call(operation) as bare:
                     bare.agree()
@@ -555,7 +654,10 @@ class Consensus:
             outermost = min(r.depth for r in records)
             if outermost < depth:
                 self._thread.unwinding = (outermost, raised)
-            self.note_agreed(raised)
+            # Some ranks have ended the call that others could not end
+            if any(r.is_late for r in records) and not all(r.is_late for r in records):
+                self.broken = diagnostics.left_late(records)
+            self.mark_known(raised)
             raise
 
 
@@ -587,7 +689,17 @@ class Call:
         self, kind: object, error: BaseException | None, trace: object
     ) -> None:
         forgotten = error is None and self._consensus.reserved
+        limit = 0 if error is None else add_frames(error)
+        try:
+            if isinstance(error, Exception) and self._lock.can_fail:
+                self._consensus.announce_once(self.signature.operation, error)
+        except BaseException as another:
+            self._lock.__exit__(type(another), another, trace)
+            raise
         self._lock.__exit__(kind, error, trace)
+        if limit:  # where these frames are beyond it, the public call restores it
+            with contextlib.suppress(RecursionError):
+                sys.setrecursionlimit(limit)
         assert not forgotten, self.signature
 
     def reserve(self, fn: Callable[..., T], *args: Any) -> T:
@@ -596,28 +708,19 @@ class Call:
         An error of it is raised on all ranks, in the agreement that must follow.
         """
         assert self._lock.holder == _get_ident(), self.signature
-        try:
-            result = fn(*args)
-        except BaseException as error:
-            self.fail(error)
+        self._lock.can_fail = True
+        result = fn(*args)
         if self._consensus.size > 1:  # one rank alone need not agree
             self._consensus.reserved = self.signature.operation
         return result
 
     def fail(self, error: BaseException) -> NoReturn:
         """Raise this rank's error on all ranks, in place of the agreement."""
-        consensus, operation = self._consensus, self.signature.operation
-        try:
-            if isinstance(error, Exception):
-                consensus.require_same(operation, error)
-            else:
-                consensus.leave(error)
-            raise error
-        except Exception as raised:
-            diagnostics.forget_locals(raised)
-            raise
-        finally:
-            del error  # its traceback holds this frame
+        if isinstance(error, Exception):
+            self._consensus.announce(self.signature.operation, error)
+        else:
+            self._consensus.leave(error)
+        raise error
 
     def agree(self, address: int = 0) -> bool:
         """Go on once all ranks are in this call. Collective.
@@ -632,11 +735,13 @@ class Call:
             return consensus.require_same(
                 self.signature, timeout=timeout, address=address
             )
-        consensus.reserved = ""
-        consensus.calls += 1
-        consensus.begin(consensus.calls, self.signature, self._number)
+        consensus.begin(consensus.calls + 1, self.signature, self._number)
         number = self._number ^ consensus.progress.digest
         comparison = consensus.comparison
+        # As `count_comparison`, without a call
+        consensus.reserved, self._lock.can_fail = "", False
+        consensus.calls += 1
+        consensus.progress.events += 1
         if not consensus.note(comparison.agrees((number, 0, address)), comparison):
             consensus.settle(Proposal(self.signature, address=address))
         return comparison.is_same_address
@@ -661,17 +766,15 @@ class Call:
             payload = Payload(pages, fill)
             consensus.require_same(self.signature, timeout=timeout, payload=payload)
             return pages.everyone[comparison.turn(0)]
-        try:
-            is_large = fill(pages.own[comparison.turn(1)])
-        except Exception as error:
-            consensus.require_same(self.signature, error)
-            raise
-        consensus.reserved = ""
-        consensus.calls += 1
-        consensus.begin(consensus.calls, self.signature, self._number)
+        is_large = fill(pages.own[comparison.turn(1)])
+        consensus.begin(consensus.calls + 1, self.signature, self._number)
         consensus.recorder.count(comparison.name, pages.size_bytes)
         number = self._number ^ consensus.progress.digest
         words = number, LARGE * is_large, 0
+        # As `count_comparison`, without a call
+        consensus.reserved, self._lock.can_fail = "", False
+        consensus.calls += 1
+        consensus.progress.events += 1
         if not consensus.note(comparison.agrees(words), comparison):
             payload = Payload(pages, fill)
             consensus.settle(

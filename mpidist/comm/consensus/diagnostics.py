@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mpidist.comm.consensus.comparison import Proposal
 from mpidist.comm.consensus.flight_recorder import Entry
@@ -22,7 +22,9 @@ from mpidist.comm.consensus.signatures import (
     group_by_rank,
     load_error,
     name_ranks,
+    origin_of,
     report_error,
+    said_by,
 )
 from mpidist.errors import DeadlineError, DivergenceError, MismatchError, RemoteError
 
@@ -52,10 +54,11 @@ def report_of(
         call_site(),
         dump_error(error),
         report_error(error),
-        getattr(error, "origin_rank", rank),
+        origin_of(error, rank),
         depth,
         proposal.thread,
         *others,
+        proposal.is_late,
     )
 
 
@@ -138,13 +141,26 @@ def _raise_failure(
         # text.
         assert first.error is not None
         error = load_error(first.error, first.origin)
-        error.__cause__ = RemoteError(f"on rank {first.origin}:\n{first.report}")
+        cause = RemoteError(f"on rank {first.origin}:\n{first.report}")
+        _set(error, "__cause__", cause)
     # Kept if set: the error may come from a third rank.
-    if not hasattr(error, "origin_rank"):
-        with contextlib.suppress(AttributeError):
-            origin = first.origin if is_copy else rank
-            error.origin_rank = origin  # type: ignore[attr-defined]
+    if origin_of(error, -1) < 0:
+        _set(error, "origin_rank", first.origin if is_copy else rank)
     raise error
+
+
+def _set(error: Exception, name: str, value: Any) -> None:
+    """Set an attribute, without the code of the error's class, which may fail."""
+    with contextlib.suppress(Exception):
+        Exception.__setattr__(error, name, value)
+
+
+def left_late(records: Sequence[CallReport]) -> str:
+    """Describe that some ranks have failed in calls that others have ended."""
+    rank = next(rank for rank, r in enumerate(records) if r.is_late)
+    record = records[rank]
+    text = record.report.strip().rpartition("\n")[2]
+    return f"rank {rank} left {record.operation} (called at {record.site}) by {text}"
 
 
 def left(rank: int, error: BaseException, last: Entry | None) -> str:
@@ -153,7 +169,8 @@ def left(rank: int, error: BaseException, last: Entry | None) -> str:
     # Still in a call: name that, and not the line that is running now.
     if last is not None and last.ended is None:
         operation, site = last.operation, last.site
-    reason = type(error).__name__ + (f": {error}" if str(error) else "")
+    said = said_by(error)
+    reason = type(error).__name__ + (f": {said}" if said else "")
     return f"rank {rank} left {operation} (called at {site}) by {reason}"
 
 

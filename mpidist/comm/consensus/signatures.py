@@ -84,6 +84,7 @@ class CallReport(NamedTuple):
     thread: str  # which of the rank's threads makes the call
     others: frozenset[str]  # threads that may call as well
     may_start_more: bool  # whether these may start threads
+    is_late: bool = False  # see `Consensus.require_same`
 
     def can_run(self, thread: str) -> bool:
         """Return whether a thread of the rank calls, or may call later."""
@@ -99,7 +100,9 @@ def dump_error(error: Exception | None) -> bytes | None:
         data = pickle.dumps(error)
         pickle.loads(data)
     except Exception:  # an exception class may fail in any way here
-        return pickle.dumps(RemoteError(f"{type(error).__qualname__}: {error}"))
+        return pickle.dumps(
+            RemoteError(f"{type(error).__qualname__}: {said_by(error)}")
+        )
     return data
 
 
@@ -108,13 +111,37 @@ def load_error(data: bytes, origin: int) -> Exception:
     try:
         error = pickle.loads(data)
     except Exception as caught:  # a class that exists only on the other rank
-        error = RemoteError(f"rank {origin} failed; its error cannot be read: {caught}")
-    return error if isinstance(error, Exception) else RemoteError(repr(error))
+        said = f"{type(caught).__qualname__}: {said_by(caught)}"
+        error = RemoteError(f"rank {origin} failed; its error cannot be read: {said}")
+    is_error = isinstance(error, Exception)
+    return error if is_error else RemoteError(f"rank {origin} failed: {said_by(error)}")
+
+
+def said_by(error: Any) -> str:
+    """Return the text of an error, whose class may fail to give it."""
+    try:
+        return str(error)
+    except Exception as caught:
+        return f"<its text cannot be had: {type(caught).__qualname__}>"
+
+
+def origin_of(error: Any, rank: int) -> int:
+    """Return the rank on which an error came up first, by default `rank`."""
+    try:
+        origin = error.origin_rank
+    except Exception:  # an attribute's code may fail in any way
+        return rank
+    return origin if type(origin) is int else rank
 
 
 def report_error(error: Exception | None) -> str:
     """Return the traceback of `error` as text."""
-    return "" if error is None else "".join(traceback.format_exception(error))
+    if error is None:
+        return ""
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:
+        return f"{type(error).__qualname__}: {said_by(error)}\n"
 
 
 def is_own_code(code: Any) -> bool:

@@ -31,7 +31,6 @@ _LOOK_AGAIN_SECONDS = 0.05
 _NAMELESS = "a thread without a name"
 _BITS = (1 << 62) - 1
 _get_ident = threading.get_ident
-ByThread = dict[int, dict[str, Any]]
 
 
 class ThreadOrderedLock:
@@ -45,6 +44,13 @@ class ThreadOrderedLock:
       check: called at the end of each collective with what it raised, or None; returns
         what is to be raised.
       on_error: called with what a collective raised, before another one can begin.
+
+    Attributes:
+      state: what is known of each thread.
+      first: the state of the first thread, whose name is "": while the lock has it, no
+        other thread can get it, unlike the identifier of a thread that has ended.
+      can_fail: whether all ranks compare their calls next, so that an error of the
+        thread that holds the lock can be exchanged instead.
     """
 
     def __init__(
@@ -56,8 +62,8 @@ class ThreadOrderedLock:
         self._on_end = on_end
         self._check = check
         self._on_error = on_error
-        self.creator = threading.get_ident()  # the first thread
-        self.states: tuple[PerThread, ...] = ()  # of all threads: see `stand_in`
+        self.state = ThreadState()
+        self.restore((self.state.__dict__, threading.current_thread()))
         # Names that several threads have had at the same time: they may denote
         # different threads on other ranks, even after all but one have ended
         self._ambiguous: set[str] = set()
@@ -65,24 +71,32 @@ class ThreadOrderedLock:
 
     def reset(self) -> None:
         """Release the lock in a forked process, where other threads do not exist."""
-        lock = threading.RLock()
+        lock: Any = threading.RLock()
+        self._lock = lock
         self._condition = threading.Condition(lock)
         self._acquire, self._release = lock.acquire, lock.release
         self._next: str | None = None
         self._entered = 0
+        self.can_fail = True
         self.holder = 0  # the thread that holds it
         self._yielding: dict[int, str | None] = {}  # see `awaited_by`
         self._handling: Any = None  # of floating-point errors, outside the lock
 
     def thread(self) -> str:
         """Return this thread's name, the same on all ranks; "" for the first thread."""
-        if _get_ident() == self.creator:
+        if self.is_creator():
             return ""
         return threading.current_thread().name or _NAMELESS
 
     def is_creator(self) -> bool:
         """Return whether this is the first thread."""
-        return _get_ident() == self.creator
+        return self.state.__dict__ is self.first
+
+    @property
+    def creator(self) -> int:
+        """The identifier of the first thread; 0 if it has ended."""
+        thread = self._first_thread
+        return thread.ident or 0 if thread.is_alive() else 0
 
     def ambiguity(self, operation: str) -> ContextError | None:
         """Return an error if the name of this thread does not identify it on all ranks.
@@ -93,7 +107,7 @@ class ThreadOrderedLock:
           operation: the call that this thread makes.
         """
         thread = threading.current_thread()
-        if thread.ident == self.creator:
+        if self.is_creator():
             return None
         if sum(t.name == thread.name for t in threading.enumerate()) > 1:
             self._ambiguous.add(thread.name)
@@ -105,44 +119,84 @@ class ThreadOrderedLock:
             "a unique name, the same on all ranks"
         )
 
-    def adopt(self) -> None:
-        """Make the calling thread the first one, whose name is ""."""
-        self.creator = threading.get_ident()
+    def adopt(self) -> tuple[dict[str, Any], threading.Thread]:
+        """Make the calling thread the first one; return the former, for `restore`."""
+        former = self.first, self._first_thread
+        self.restore((self.state.__dict__, threading.current_thread()))
+        return former
+
+    def restore(self, first: tuple[dict[str, Any], threading.Thread]) -> None:
+        """Make the thread the first one that was that before `adopt`."""
+        self.first, self._first_thread = first
 
     @contextlib.contextmanager
     def stand_in(self) -> Iterator[None]:
         """Let this thread communicate as the first thread, which waits meanwhile.
 
-        Changes of `states` apply to the first thread.
+        Changes of its `state` apply to the first thread.
         """
-        creator = self.creator
-        with contextlib.ExitStack() as stack:
-            for state in self.states:
-                stack.enter_context(state.borrow(creator))
-            self.adopt()
-            try:
-                yield
-            finally:
-                self.creator = creator
+        own, first = self.state.__dict__, self.first
+        if own is first:
+            yield
+            return
+        kept = dict(own)
+        own.update(first)
+        former = self.adopt()
+        try:
+            yield
+        finally:
+            self.restore(former)
+            first.update(own)
+            own.update(kept)
 
     def __enter__(self) -> None:
-        self._acquire()
-        state = handling()
         try:
+            self._acquire()
+            state = handling()
             if self._next is not None:
                 while not self._entered and self._next not in (None, self.thread()):
                     self._condition.wait()
             if not self._entered:
                 self.holder = _get_ident()
                 self._handling = state
+                self.can_fail = True
                 set_handling(IGNORED)
             self._entered += 1
-        except BaseException as error:  # of a signal handler
-            set_handling(state)
-            if self._on_error is not None:
-                self._on_error(error)
-            self._release()
+        except BaseException:  # of a signal handler
+            self._undo_enter()
             raise
+
+    def _undo_enter(self) -> None:
+        """Give back what an interrupted `__enter__` has taken."""
+        if not self._lock._is_owned():
+            return
+        if self._entered:  # as often as `__exit__` will
+            _, owner = self._lock._release_save()
+            self._lock._acquire_restore((self._entered, owner))
+        else:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Release the lock, however often this thread has acquired it."""
+        if self.holder:
+            set_handling(self._handling)
+        self._entered = self.holder = 0
+        self._lock._release_save()
+
+    def free(self, error: BaseException) -> None:
+        """Release the lock if an interrupted `__exit__` has left this thread with it.
+
+        Args:
+          error: what has interrupted it.
+        """
+        if self._lock._is_owned():
+            if not self.can_fail and self._on_error is not None:
+                self._on_error(error)
+            if self._on_end is not None:
+                self._on_end()
+            self._next = None
+            self._condition.notify_all()
+            self._let_go()
 
     def __exit__(
         self, kind: object, error: BaseException | None, trace: object
@@ -157,11 +211,13 @@ class ThreadOrderedLock:
                     self._next = None
                     self._condition.notify_all()
         finally:  # also when a signal handler raises here
-            if self._entered == 1:
-                self.holder = 0
-                set_handling(self._handling)
-            self._entered -= 1
-            self._release()
+            try:
+                if self._entered == 1:
+                    self.holder = 0
+                    set_handling(self._handling)
+            finally:
+                self._entered -= 1
+                self._release()
         if self._check is not None:
             cause = self._check(error)
             if cause is not None and cause is not error:
@@ -215,7 +271,7 @@ class ThreadOrderedLock:
 
     def name_of(self, thread: threading.Thread) -> str:
         """Return the name of any thread, as `thread` does of this one."""
-        return "" if thread.ident == self.creator else thread.name or _NAMELESS
+        return "" if thread is self._first_thread else thread.name or _NAMELESS
 
 
 def may_start_threads(thread: threading.Thread) -> bool:
@@ -297,34 +353,7 @@ _waiting_codes = {
 }
 
 
-class PerThread(threading.local):
-    """Per-thread attributes that another thread can borrow.
-
-    Args:
-      by_thread: an empty dict for the attributes of all threads. Without it, they
-        cannot be borrowed.
-    """
-
-    def __init__(self, by_thread: ByThread | None = None) -> None:
-        # Each thread's first use calls this, with the same argument
-        self._by_thread = {} if by_thread is None else by_thread
-        self._by_thread[_get_ident()] = self.__dict__
-
-    @contextlib.contextmanager
-    def borrow(self, thread: int) -> Iterator[None]:
-        """Borrow the attributes of another, waiting thread."""
-        own, other = self.__dict__, self._by_thread.get(thread)
-        if other is None or other is own:
-            yield
-            return
-        own.update(other)
-        try:
-            yield
-        finally:
-            other.update(own)
-
-
-class ProgressCounters(PerThread):
+class ProgressCounters(threading.local):
     """Counters by name, which must be equal on all ranks at each collective.
 
     Ranks may continue without communication within an agreed group of steps; the next
@@ -332,8 +361,7 @@ class ProgressCounters(PerThread):
     counters, since its progress during another thread's call is not deterministic.
     """
 
-    def __init__(self, by_thread: ByThread | None = None) -> None:
-        super().__init__(by_thread)
+    def __init__(self) -> None:  # each thread's first use calls this
         self._counts: dict[str, int] = {}
         # The sum of (count + 1) * key over the names, in 62 bits: the same in every
         # process for the same counters
@@ -365,14 +393,19 @@ class ProgressCounters(PerThread):
         return {name: str(count) for name, count in self._counts.items()}
 
 
-class ThreadState(PerThread):
-    """The scopes of a thread, and those that it must leave."""
+class ThreadState(ProgressCounters):
+    """The counters of a thread, its scopes, and the errors that it must announce."""
 
-    def __init__(self, by_thread: ByThread | None = None) -> None:
-        super().__init__(by_thread)
+    def __init__(self) -> None:
+        super().__init__()
         self.depth = 0
         # The depth of the scope that other ranks have left by an error, and the error
         self.unwinding: tuple[int, Exception] | None = None
+        # How often the thread has begun to compare calls, or has learnt that all ranks
+        # know of an error
+        self.events = 0
+        # An error after a comparison, which the scope that it ends will announce
+        self.unannounced: BaseException | None = None
 
 
 @functools.lru_cache(maxsize=64)

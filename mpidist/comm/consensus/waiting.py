@@ -100,8 +100,12 @@ class Departures:
         self._found: str | None = None
         self._lock = threading.Lock()
 
-    def announce(self, reason: str, is_deadline: bool) -> None:
-        """Send to all other ranks why this rank has left. Not collective."""
+    def leave(self, reason: str, is_deadline: bool) -> None:
+        """Send to all other ranks why this rank has left. Not collective.
+
+        Other threads of this rank that wait for them raise, too.
+        """
+        self._found = self._found or f"{int(is_deadline)}{reason}"
         text = f"{int(is_deadline)}{reason}".encode(errors="replace")[:_MOST_BYTES]
         self._send(np.concatenate([self.channel, np.frombuffer(text, np.uint8)]))
 
@@ -109,6 +113,11 @@ class Departures:
         receivers = _receivers(self._comm.Get_rank(), self._comm.Get_size())
         requests = [self._comm.Isend(data, rank, Tag.DEPARTURE) for rank in receivers]
         self._sent.append((data, requests))
+
+    def keep_messages(self) -> None:
+        """Keep what this rank has sent, as long as the process runs: see `abandon`."""
+        for _, requests in self._sent:
+            abandon(requests)
 
     def find(self) -> str | None:
         """Return why a rank has left, if any has. Any thread."""

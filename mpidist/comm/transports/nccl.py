@@ -24,6 +24,7 @@ _PAUSE_SECONDS = 1e-4
 # A call of NCCL that takes longer waits for a rank that has died
 _CALL_SECONDS = 5.0
 _SUM = 0  # ncclSum
+_SUCCESS, _NOT_READY = 0, 600  # cudaError_t
 # ncclDataType_t, by NumPy's names
 _TYPES = {
     "int8": 0,
@@ -194,8 +195,13 @@ class NcclTransport(Transport):
         """Wait for the GPUs; without a deadline, return at once."""
         if deadline is None:
             return
+        from cupy.cuda import runtime
+
         done = record()
-        while not done.done:
+        # Not `done.done`, which is False after an error of CUDA, too
+        while (status := runtime.eventQuery(done.ptr)) != _SUCCESS:
+            if status != _NOT_READY:
+                runtime.check_status(status)
             with self._using() as comm:
                 comm.check_async_error()
             if time.monotonic() > deadline:

@@ -128,6 +128,18 @@ def test_other_numbers_are_sent_as_they_are(comm, over_nodes):
         assert np.array_equal(found, value * np.array(comm.size).astype(dtype))
 
 
+@pytest.mark.parametrize("compression", UNITS)
+@pytest.mark.parametrize("dtype", ["i4", "i8", "u2"])
+def test_large_integers_are_exact(comm, over_nodes, compression, dtype):
+    """What finds overflows is not compressed."""
+    share = np.iinfo(dtype).max // comm.size
+    parts = [np.array([share - 7 * rank, 5, rank], dtype) for rank in range(comm.size)]
+    options = CommunicationOptions(compression=compression)
+    ops = over_nodes.extended.cross_device_ops
+    found = ops.reduce("SUM", parts[comm.rank], "CPU:0", options) + 0
+    assert np.array_equal(found, np.sum(parts, axis=0, dtype=dtype))
+
+
 @pytest.mark.mpi(min_size=2)
 def test_what_float16_cannot_hold_is_inf(comm, over_nodes):
     ops = over_nodes.extended.cross_device_ops
@@ -196,3 +208,19 @@ def test_every_bit_is_that_of_adding_in_the_order_of_the_ranks(
                     (local,) = a.values
                     assert local.tobytes() == b.tobytes()
         strategy.experimental_finalize()
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_pack_sizes_change_no_bit(comm, over_nodes, op, implementation):
+    values = [random_numbers(comm.rank + i, 3000, "f8") for i in range(6)]
+
+    def total(size):
+        options = CommunicationOptions(
+            bytes_per_pack=size, implementation=implementation
+        )
+        context = mpidist.get_replica_context
+        sums = over_nodes.run(lambda: context().all_reduce(op, values, options))
+        return np.concatenate([part.values[0] for part in sums])
+
+    assert len({total(size).tobytes() for size in (0, 1, 30_000, 70_000)}) == 1

@@ -1,5 +1,7 @@
 """Reductions of IndexedSlices: rows of all replicas, one behind the other."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from collective_calls import in_replica
@@ -122,3 +124,22 @@ def test_another_kind_on_one_rank_is_an_error_on_all(strategy, comm):
 def test_they_have_no_extremes(strategy):
     with pytest.raises(mpidist.ArgumentError, match=r"IndexedSlices .* MAX"):
         strategy.reduce("MAX", rows_of(0))
+
+
+@pytest.mark.parametrize("shape", [(9, 2), [9, 2], np.array([9, 2]), None])
+def test_dense_shapes_as_tensorflow_has_them(strategy, comm, shape):
+    rows = replace(rows_of(comm.rank), dense_shape=shape)
+    for _ in range(2):
+        found = in_replica(strategy, "all_reduce", "SUM", rows)
+        assert np.array_equal(found.dense_shape, shape)
+        check(replace(found, dense_shape=(9, 2)), comm.size)
+
+
+@pytest.mark.parametrize("shape", ["text", [9.5], [[9]], 5])
+def test_a_bad_dense_shape_of_one_rank_is_an_error_on_all(strategy, comm, shape):
+    rows = rows_of(comm.rank)
+    if comm.rank == comm.size - 1:
+        rows = replace(rows, dense_shape=shape)
+    with pytest.raises(mpidist.MpidistError):
+        in_replica(strategy, "all_reduce", "SUM", rows)
+    assert strategy.reduce("SUM", 1.0) == comm.size

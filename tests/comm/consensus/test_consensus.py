@@ -292,7 +292,7 @@ def test_messages_of_a_freed_communicator_mean_nothing_to_the_next(comm, several
         old = Consensus(comm.Dup())
         for rank in others:
             old.comm.Isend(np.ones(length, np.uint8), rank, Tag.ANNOUNCEMENT)
-        old.departures.announce("it is over", is_deadline=False)
+        old.departures.leave("it is over", is_deadline=False)
         old.comm.Barrier()
         old.close()
         old.comm.Free()
