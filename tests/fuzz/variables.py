@@ -305,6 +305,8 @@ def dense(model, draw, seed, how, place):
     own = random.Random(f"{seed} {model.rank}")
     given = mine.item() if is_number else own.choice(LAYOUTS)(mine.copy())
     is_exact = is_number and (dtype.kind == "i" or not model.is_whole)
+    if not is_number and draw.random() < 0.1:
+        given, values = of_another(model, place, values[0], seed)
 
     def apply(old, value):
         return DENSE[how](model.exact(old), model.exact(value))
@@ -316,6 +318,20 @@ def dense(model, draw, seed, how, place):
         is_assign=how == "assign",
         is_number=is_number,
     )
+
+
+def of_another(model, place, first, seed):
+    """Return a variable whose value is assigned, and that value on all ranks."""
+    with model.strategy.scope():
+        other = mpidist.Variable(
+            first,
+            name=f"other{seed}",
+            aggregation=mpidist.VariableAggregation.SUM,
+            synchronization=mpidist.VariableSynchronization.ON_READ,
+        )
+    total = reduced("SUM", [first] * model.size)
+    is_own = place.is_local or place.may_differ
+    return other, [first if is_own else total] * model.size
 
 
 # Changes of rows, or elements
@@ -535,9 +551,10 @@ class Play:
         given, make = made
         victim %= model.size
         spoil, is_other = FAILURES.get(failure, (None, False))
-        is_equal = not np.size(given) or model.size == 1
-        may_differ = place.may_differ or place.is_local or is_equal
-        fails = spoil is not None and not (is_other and may_differ)
+        # Looking at a variable may be a collective
+        can_fail = spoil is not None and not isinstance(given, mpidist.Variable)
+        is_same = place.may_differ or place.is_local or model.size == 1
+        fails = can_fail and not (is_other and (is_same or not np.size(given)))
         if fails and model.rank == victim:
             given = spoil(
                 given.values[0] if isinstance(given, mpidist.Mirrored) else given
