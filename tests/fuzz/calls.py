@@ -5,12 +5,12 @@ rank draws the arguments of all ranks, so that NumPy knows the result. Where one
 fails, in its own code or by an argument, all raise, and later calls are exact.
 """
 
-import contextlib
 import copy
 import functools
 import os
 import random
 import resource
+import sys
 import threading
 import time
 import traceback
@@ -24,17 +24,17 @@ from operations import (
     OF_GROUP,
     OFTEN,
     RAISED,
+    SHORT,
     Broken,
     Drawn,
+    arrays_of,
     can_fail,
     context,
 )
 from oracle import (
     REFUSED,
-    leaves_of,
     reduced,
     same,
-    shape_of,
 )
 
 import mpidist
@@ -266,36 +266,31 @@ class Play:
 
     def one(self, name, seed, how, victim, is_caught):
         name = "reduce" if self.is_thread and name in OF_GROUP else name
-        call = self.drawn_call(name, seed)
-        victim %= self.group.size
-        fails = how is not None and can_fail(name, call, how, self.group.size)
-        fails = fails and not (how == "memory" and self.is_thread)
-        want, what = call.want, f"{name} {seed} {how if fails else ''} {victim}"
+        call, size = self.drawn_call(name, seed), self.group.size
+        victim, is_short = victim % size, how in SHORT
+        fails = can_fail(name, call, how, size) and not (is_short and self.is_thread)
+        what = f"{name} {seed} {how if fails else ''} {victim}"
         is_victim = fails and victim == self.group.rank
         if is_victim:
             HOWS[how][2](call, random.Random(seed))
-        must_fail = fails or want is REFUSED
-        if fails and how == "memory":
-            must_fail = None if want is not REFUSED else True
-        is_short = is_victim and how == "memory"
-        with short_of_memory() if is_short else contextlib.nullcontext():
-            # Or all fail alike, or find out together
-            is_alone = fails and HOWS[how][1] == 1 and want is not REFUSED
-            origin = victim if is_alone and how != "memory" else None
-            got = self.attempt(must_fail, True, what, lambda: self.make(call), origin)
+        # Memory may suffice after all; where all are refused, all have an error
+        must_fail, origin = fails or call.want is REFUSED, None
+        if fails and call.want is not REFUSED:
+            must_fail = None if is_short else True
+            origin = victim if HOWS[how][1] == 1 and not is_short else None
+        if call.before:
+            call.before()
+        before = [np.array(a) for a in arrays_of(call.leaves or [])]
+        make = functools.partial(self.make, call)
+        if is_victim and is_short:
+            make = functools.partial(SHORTAGES[how], make, random.Random(seed))
+        got = self.attempt(must_fail, True, what, make, origin)
         if self.log[-1] == [what, True]:
             if not is_caught and self.depth:
                 raise Broken("an expected error")
             return
-        if self.is_lost:
-            return
-        is_right = shape_of(got) == shape_of(want) and all(
-            same(a, b, call.tolerance) for a, b in zip(leaves_of(got), leaves_of(want))
-        )
-        if not is_right:
-            raise Wrong(
-                f"{what} on rank {self.group.rank}: {got!r:.800}\nnot {want!r:.800}"
-            )
+        if fault := call.find_fault(got, before):
+            raise Wrong(f"{what} on rank {self.group.rank}: {fault}")
 
     def drawn_call(self, name, seed):
         """Return a call; an error here is the model's."""
@@ -307,8 +302,6 @@ class Play:
     def make(self, call):
         """Make a call in a context where it may be made."""
         strategy = self.group.strategy
-        if call.before:
-            call.before()
         if call.context == "replica" and not self.is_replica:
             result = strategy.run(lambda: [call.make(strategy, call)])[0]
             return components(result)
@@ -437,18 +430,31 @@ def components(nest):
     return nest
 
 
-@contextlib.contextmanager
-def short_of_memory():
-    """Let this process take no more memory."""
+def short_of_memory(call, draw):
+    """Make a call while this process can take no more memory, or little."""
     former = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(
-        resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGESIZE"), former[1])
-    )
+    most = pages * os.sysconf("SC_PAGESIZE") + draw.choice([0, 0, 100_000, 1 << 20])
+    resource.setrlimit(resource.RLIMIT_AS, (most, former[1]))
     try:
-        yield
+        return call()
     finally:
         resource.setrlimit(resource.RLIMIT_AS, former)
+
+
+def short_of_stack(call, draw):
+    """Make a call with few frames left."""
+    left, frame = sys.getrecursionlimit() - draw.randrange(15, 90), sys._getframe()
+    while frame is not None:
+        left, frame = left - 1, frame.f_back
+
+    def deeper(n):
+        return deeper(n - 1) if n > 0 else call()
+
+    return deeper(left)
+
+
+SHORTAGES = {"memory": short_of_memory, "stack": short_of_stack}
 
 
 def play(world, steps):
