@@ -7,6 +7,7 @@ fails, in its own code or by an argument, all raise, and later calls are exact.
 
 import copy
 import functools
+import gc
 import os
 import random
 import resource
@@ -134,6 +135,9 @@ class Groups:
         group = self.made.pop(name, None)
         if group is not None and is_finalized:
             group.strategy.experimental_finalize()
+        if not is_finalized:  # an unusable one would end the job with an error
+            del group
+            gc.collect()
 
 
 # Programs
@@ -192,15 +196,17 @@ class Play:
       is_replica: whether the context is a replica's.
       is_lost: whether another rank has left this scope by an error.
       log: what happened, the same on all ranks.
+      expected: the errors that may leave a step.
     """
 
-    def __init__(self, group, is_replica=False, depth=0, log=None):
+    def __init__(self, group, is_replica=False, depth=0):
         self.group, self.is_replica, self.depth = group, is_replica, depth
-        self.log = [] if log is None else log
+        self.log, self.expected = [], []
         self.is_lost = self.is_thread = False
 
     def inner(self, is_replica):
-        made = Play(self.group, is_replica, self.depth + 1, self.log)
+        made = Play(self.group, is_replica, self.depth + 1)
+        made.log, made.expected = self.log, self.expected
         made.is_thread, made.is_lost = self.is_thread, self.is_lost
         return made
 
@@ -214,14 +220,20 @@ class Play:
                 name, victim, does_hold = arguments
                 if self.depth and not self.is_lost:
                     if self.group.rank == victim % self.group.size:
-                        raise RAISED[name]()
+                        raise self.expect(RAISED[name]())
                     self.is_lost, holds = True, does_hold
                 continue
             try:
                 getattr(self, STEPS[kind])(inside, *arguments)
-            except Exception:
+            except Exception as error:
+                if not any(error is known for known in self.expected):
+                    raise Wrong(f"the model: {error!r}") from error
                 if not (self.is_lost and holds):
                     raise
+
+    def expect(self, error):
+        self.expected.append(error)
+        return error
 
     def attempt(self, must_fail, is_caught, what, call, victim=None):
         """Return what a call returns; it fails if it must.
@@ -251,7 +263,7 @@ class Play:
             )
             raise Wrong(f"{what}, rank {self.group.rank} of {self.group.name}: {text}")
         if error is not None and (self.is_lost or not is_caught):
-            raise error
+            raise self.expect(error)
         if error is not None and victim not in (None, self.group.rank):
             origin = getattr(error, "origin_rank", None)
             if origin != victim:
@@ -268,7 +280,9 @@ class Play:
         name = "reduce" if self.is_thread and name in OF_GROUP else name
         call, size = self.drawn_call(name, seed), self.group.size
         victim, is_short = victim % size, how in SHORT
-        fails = can_fail(name, call, how, size) and not (is_short and self.is_thread)
+        # One thread of several cannot be short of memory; see `play` for the stack
+        is_alone = not self.is_thread and not (how == "stack" and self.depth)
+        fails = can_fail(name, call, how, size) and (is_alone or not is_short)
         what = f"{name} {seed} {how if fails else ''} {victim}"
         is_victim = fails and victim == self.group.rank
         if is_victim:
@@ -287,7 +301,7 @@ class Play:
         got = self.attempt(must_fail, True, what, make, origin)
         if self.log[-1] == [what, True]:
             if not is_caught and self.depth:
-                raise Broken("an expected error")
+                raise self.expect(Broken("an expected error"))
             return
         if fault := call.find_fault(got, before):
             raise Wrong(f"{what} on rank {self.group.rank}: {fault}")
@@ -479,7 +493,13 @@ def play(world, steps):
         if group is not None:
             logs = group.comm.allgather(log)
             wrong = "" if logs.count(logs[0]) == len(logs) else f"unlike: {logs}"
-            wrong = wrong or group.strategy.extended.consensus.broken or ""
+            broken = group.strategy.extended.consensus.broken or ""
+            # While data move, such an error makes the strategy unusable
+            is_allowed = " stack " in f"{log}"
+            wrong = wrong or broken * (not is_allowed)
         world.require(not wrong, wrong)
+        if any(world.comm.allgather(bool(group and broken))):
+            group = made = None
+            groups.drop(name, False)
     for name in [*groups.made]:
         groups.drop(name, True)

@@ -23,6 +23,8 @@ from oracle import (
     random_cut,
     reduced,
     reduced_over,
+    same,
+    shape_of,
     usual,
 )
 
@@ -601,7 +603,7 @@ HOWS |= {
     for kind in RAISED
 }
 # Something is short when the call is made; it may suffice
-SHORT = {"memory", "stack"}
+SHORT = ["memory", "stack"]
 HOWS |= dict.fromkeys(SHORT, ("make", 1, lambda call, draw: None))
 # What a rank alone may pass, or what only some look at
 UNLIKELY = {
