@@ -11,7 +11,6 @@ import copy
 import os
 import random
 import struct
-import time
 import typing
 from pathlib import Path
 
