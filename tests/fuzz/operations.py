@@ -212,17 +212,19 @@ def context():
 
 def reduce(d):
     options, spreads = d.options()
-    op = d.rng.choice(OPS)
+    op = d.rng.choice(["SUM", "MEAN"] if options.compression else OPS)
     name = name_of(op)
     where, make = d.rng.choice(REDUCE)
     if where == "cross":
         options, spreads = None, ["small", "wide", "large", "edges"]
     spreads = {"PRODUCT": ["tiny", "tiny", "edges"]}.get(name, spreads)
-    # Only floats, and means, are compressed
+    compression = options is not None and options.compression
+    # Only large arrays are compressed, and of them only floats, and means
+    shapes = [(3,), (9000,), (70_001,)] if compression else SHAPES
     whole = (
         None if name == "MEAN" or spreads != ["small"] else ["small", "wide", "edges"]
     )
-    nest, made = d.arrays(spreads, whole=whole)
+    nest, made = d.arrays(spreads, shapes=shapes, whole=whole)
     if name == "MEAN":
         # The order of additions matters for large integers in float64
         made = [
@@ -231,7 +233,6 @@ def reduce(d):
         ]
     with np.errstate(all="ignore"):
         want = all_or_refused(nest, [reduced(name, parts) for parts in made])
-    compression = options is not None and options.compression
     if compression and d.group.name == "one device" and name in ("SUM", "MEAN"):
         want = REFUSED
     is_rounded = compression and name == "MEAN"

@@ -147,11 +147,8 @@ def in_replica(model, change):
         return scattered(model, change)
     if model.on_read:
         return per_rank(model, change, change.values)
-    refuses = not model.can_combine and not (
-        change.is_number and model.aggregation == "MEAN"
-    )
-    if change.is_number and model.aggregation == "SUM":
-        refuses = True
+    is_number_of_sum = change.is_number and model.aggregation == "SUM"
+    refuses = not model.can_combine or is_number_of_sum
     if refuses or any(v is REFUSED for v in change.values):
         return [REFUSED] * model.size
     total = change.values[0] if change.is_number else model.combined(change.values)
