@@ -148,6 +148,8 @@ class Drawn:
 
     def array(self, key, rank, dtype, shape, spread):
         values = np.random.default_rng([self.seed, key, rank])
+        if spread == "brim" and dtype.kind in "iu" and rank == self.seed % self.size:
+            return np.full(shape, np.iinfo(dtype).max, dtype)
         with np.errstate(all="ignore"):
             if dtype.kind in "MmSUV" and dtype != BFLOAT16:
                 return other_numbers(values, dtype, shape)
@@ -185,8 +187,9 @@ class Drawn:
             "compression": lambda: self.rng.choice(["bfloat16", "float16"]),
         }
         chosen = self.rng.sample([*kinds], self.rng.choice([0, 1, 1, 2]))
+        chosen = ["compression"] if self.rng.random() < 0.2 else chosen
         made = {name: kinds[name]() for name in chosen}
-        spreads = ["small", "wide", "large", "edges"]
+        spreads = ["small", "wide", "large", "edges", "brim"]
         if made.get("reproducible") and "compression" not in made:
             spreads = ["normal", "edges"]
         if "compression" in made:
@@ -216,13 +219,13 @@ def reduce(d):
     name = name_of(op)
     where, make = d.rng.choice(REDUCE)
     if where == "cross":
-        options, spreads = None, ["small", "wide", "large", "edges"]
+        options, spreads = None, ["small", "wide", "large", "edges", "brim"]
     spreads = {"PRODUCT": ["tiny", "tiny", "edges"]}.get(name, spreads)
     compression = options is not None and options.compression
     # Only large arrays are compressed, and of them only floats, and means
     shapes = [(3,), (9000,), (70_001,)] if compression else SHAPES
     whole = (
-        None if name == "MEAN" or spreads != ["small"] else ["small", "wide", "edges"]
+        None if name == "MEAN" or spreads != ["small"] else ["small", "edges", "brim"]
     )
     nest, made = d.arrays(spreads, shapes=shapes, whole=whole)
     if name == "MEAN":

@@ -62,6 +62,7 @@ SPREADS = {
     "wide": integers(-2000, 2001),
     "large": large,
     "edges": edges,
+    "brim": integers(-20, 1),  # beside the largest integer on one rank: it fits
     "tiny": integers(-1, 3),
     "normal": lambda v, dtype, shape: np.asarray(v.normal(size=shape)).astype(dtype),
 }
