@@ -847,7 +847,9 @@ class Part(np.ndarray[Any, np.dtype[Any]]):
         root, variable = _root_and_variable(self)
         offset = self.__array_interface__["data"][0]
         offset -= root.__array_interface__["data"][0]
-        view = offset, self.shape, self.strides
+        # In elements: a mean of integers, which `root` may be, has another dtype
+        elements = tuple(n // self.itemsize for n in (offset, *self.strides))
+        view = elements[0], self.shape, elements[1:]
         put = functools.partial(_put, variable.name, np.asarray(root), view)
         variable._change("assign", put, value, view)
         return variable
@@ -898,14 +900,15 @@ def _put(name: str, root: Any, view: Any, old: Any, value: Any) -> Any:
     Args:
       name: the variable's name, for messages.
       root: the array that the part is a view of.
-      view: offset of the part in `root` in bytes, its shape and strides.
+      view: offset of the part in `root` in elements, its shape and strides.
       old: the array to copy.
       value: broadcasts to the shape of the part.
     """
     offset, shape, strides = view
-    new = np.empty_like(root)  # with the same strides
+    new = np.empty_like(root, old.dtype)  # in the same order
     new[...] = old
-    part = np.ndarray(shape, new.dtype, new.ravel(order="K"), offset, strides)
+    offset, *strides = (n * new.itemsize for n in (offset, *strides))
+    part = np.ndarray(shape, new.dtype, new.ravel(order="K"), offset, tuple(strides))
     lacking = part.ndim - value.ndim
     if lacking < 0 or any(
         n not in (1, m) for n, m in zip(value.shape, shape[lacking:], strict=True)

@@ -187,6 +187,14 @@ def test_a_part_of_on_read(strategy, aggregation, key):
     np.testing.assert_allclose(w.value()[key], part_for(key), rtol=1e-15)
 
 
+@pytest.mark.parametrize("dtype", ["i8", "u8", "i1"])
+def test_a_part_of_integers_whose_mean_is_read_changes_no_others(strategy, dtype):
+    most = np.iinfo(dtype).max
+    v = make(strategy, MEAN, np.array([most, most - 1, most - 2], dtype), on_read=True)
+    v[1:0:-1].assign(np.array([5], dtype))
+    np.testing.assert_array_equal(v.local, np.array([most, 5, most - 2], dtype))
+
+
 @pytest.mark.mpi(min_size=2)
 def test_other_parts_on_other_replicas_are_an_error_on_all(strategy):
     w, rank = make(strategy, MEAN), strategy.extended.replica_id
