@@ -68,7 +68,7 @@ class Communicator:
 
 
 class Event:
-    done = False
+    ptr = 0
 
     def __init__(self, **kwargs):
         pass
@@ -85,7 +85,10 @@ def cupy(monkeypatch):
         NcclCommunicator=type("Communicator", (Communicator,), {}),
         get_unique_id=lambda: b"number",
     )
-    runtime = types.SimpleNamespace(CUDARuntimeError=CUDARuntimeError)
+    not_ready = 600
+    runtime = types.SimpleNamespace(
+        CUDARuntimeError=CUDARuntimeError, eventQuery=lambda event: not_ready
+    )
     stream = types.SimpleNamespace(ptr=0)
     cuda = types.SimpleNamespace(
         nccl=nccl, runtime=runtime, Event=Event, get_current_stream=lambda: stream
