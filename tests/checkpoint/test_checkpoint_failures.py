@@ -353,6 +353,7 @@ def test_all_ranks_fail_and_there_is_no_checkpoint_or_none_does(
     require(manager, 2)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES, None])
 @pytest.mark.parametrize("call", ["stat", "open", "pread"])
 @pytest.mark.parametrize("which", ["ckpt-2.h5", "-00000-of-0000"])
