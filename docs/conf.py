@@ -16,6 +16,14 @@ sys.path.insert(0, str(ROOT))
 from sphinx.ext.autodoc.mock import _MockObject  # noqa: E402
 
 import mpidist  # noqa: E402
+from mpidist.comm.consensus import public_calls  # noqa: E402
+
+# Signatures are evaluated where a method is defined, not where it is wrapped
+PUBLIC_TYPES = [kind for kind in vars(mpidist).values() if isinstance(kind, type)]
+for kind in {base for public in PUBLIC_TYPES for base in public.__mro__}:
+    for name, method in list(vars(kind).items()):
+        if getattr(method, "__globals__", None) is vars(public_calls):
+            setattr(kind, name, method.__wrapped__)
 
 project = "mpidist"
 author = "The mpidist authors"
