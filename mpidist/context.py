@@ -196,7 +196,9 @@ def in_replica_of(strategy: Strategy) -> bool:
 
 def is_current(replica: ReplicaContext) -> bool:
     """Return whether this replica context is the current one."""
-    return current().replica is replica
+    frames = _stack.frames
+    top = frames[-1] if frames else current()
+    return top.replica is replica
 
 
 def depth() -> int:

@@ -34,6 +34,8 @@ class ReduceOp(enum.Enum):
     MAX = "MAX"
     PRODUCT = "PRODUCT"
 
+    __hash__ = object.__hash__  # of Enum it is a function of Python
+
     @property
     def adds(self) -> bool:
         """Whether values are added up (SUM and MEAN)."""

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -272,7 +271,7 @@ class CrossDeviceOps:
 announce_errors(
     CrossDeviceOps,
     ("reduce", "batch_reduce", "broadcast"),
-    attrgetter("collectives.consensus"),
+    lambda ops: ops.collectives.consensus,
 )
 
 

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from operator import attrgetter
 from types import TracebackType
 from typing import Any
 
@@ -602,7 +601,7 @@ class GradientBuckets:
           error: which all ranks know of, or learn of by the strategy.
         """
         consensus = self._consensus
-        is_known = consensus.is_known(error, consensus.lock.state.events - 1)
+        is_known = consensus.is_known(error, consensus.lock.state.event - 1)
         step = self._step if name == "__exit__" else self._beginning
         if step is None:
             return
@@ -651,6 +650,6 @@ class GradientBuckets:
 announce_errors(
     GradientBuckets,
     ("__enter__", "__exit__"),
-    attrgetter("_consensus"),
+    lambda buckets: buckets._consensus,
     after=GradientBuckets._leave_step,
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Mapping
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpidist.comm.consensus.public_calls import announce_errors
@@ -191,7 +190,7 @@ class Statistic(abc.ABC):
 announce_errors(
     Statistic,
     ("result", "get_state"),
-    attrgetter("distribute_strategy.extended.consensus"),
+    lambda statistic: statistic.distribute_strategy.extended.consensus,
 )
 
 

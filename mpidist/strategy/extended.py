@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -364,7 +363,7 @@ announce_errors(
         *("call_for_each_replica", "merge_call", "reduce_to", "batch_reduce_to"),
         *("broadcast_to", "audit_variables", "all_reduce", "all_gather"),
     ),
-    attrgetter("consensus"),
+    lambda extended: extended.consensus,
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from mpidist import context
@@ -104,7 +103,8 @@ class ReplicaContext:
           (array([2., 2.]),)
         """
         self._require_current("all_reduce")
-        return self._strategy.extended.reduce("all_reduce", reduce_op, value, options)
+        extended = self._strategy._extended
+        return extended.reduce("all_reduce", reduce_op, value, options)
 
     @overload
     def all_gather(
@@ -272,7 +272,7 @@ class ReplicaContext:
 announce_errors(
     ReplicaContext,
     ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "merge_call"),
-    attrgetter("_strategy.extended.consensus"),
+    lambda replica: replica._strategy._extended.consensus,
 )
 
 

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from mpidist import context
@@ -633,7 +632,7 @@ announce_errors(
         "experimental_distribute_dataset",
         *("distribute_datasets_from_function", "experimental_finalize"),
     ),
-    attrgetter("_extended.consensus"),
+    lambda strategy: strategy._extended.consensus,
 )
 # Aliases are the same functions
 Strategy.experimental_distribute_datasets_from_function = (

@@ -761,10 +761,12 @@ def _is_local(variable: Variable, call: str) -> bool:
     return variable._is_on_read and frame.is_replica_of(variable._strategy)
 
 
-_consensus_of = operator.attrgetter("_extended.consensus")
-_consensus_of_strategy = operator.attrgetter("extended.consensus")
+def _consensus_of(variable_or_strategy: Any) -> Any:
+    return variable_or_strategy._extended.consensus
+
+
 announce_errors(
-    Variable, ("__init__",), lambda _: _consensus_of_strategy(context.get_strategy())
+    Variable, ("__init__",), lambda _: _consensus_of(context.get_strategy())
 )
 announce_errors(Variable, ("_reduced",), _consensus_of)
 announce_errors(

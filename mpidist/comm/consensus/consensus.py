@@ -43,7 +43,7 @@ from mpidist.comm.consensus.signatures import (
     call_site,
     digest,
 )
-from mpidist.comm.consensus.thread_order import STEP, ThreadOrderedLock
+from mpidist.comm.consensus.thread_order import STEP, ThreadOrderedLock, tickets
 from mpidist.comm.consensus.waiting import (
     Departures,
     Requests,
@@ -317,7 +317,7 @@ class Consensus:
         """Record that a comparison begins: from now on other ranks may go on."""
         self.reserved, self.lock.can_fail = "", False
         self.calls += 1
-        self._thread.events += 1
+        self._thread.event = next(tickets)
 
     def _on_error(self, error: BaseException) -> None:
         """Mark the strategy as broken unless all ranks raise this error.
@@ -329,7 +329,7 @@ class Consensus:
         if self.lock.can_fail and isinstance(error, Exception):
             return  # who has called this announces it
         is_reason = unwinding is not None and error is unwinding[1]
-        if not (is_reason or self.is_known(error, self._thread.events - 1)):
+        if not (is_reason or self.is_known(error, self._thread.event - 1)):
             self.leave(error)
 
     @contextlib.contextmanager
@@ -343,22 +343,22 @@ class Consensus:
 
     def mark_known(self, error: BaseException) -> None:
         """Record that all ranks know of an error, by which this one leaves its call."""
-        self._thread.events += 1
-        _attributes(error)[_KNOWN] = self.recorder.channel, self._thread.events
+        self._thread.event = event = next(tickets)
+        _attributes(error)[_KNOWN] = self.recorder.channel, event
 
     def is_known(self, error: BaseException, since: int) -> bool:
         """Return whether all ranks know of an error.
 
         Args:
           error: on its way to the user.
-          since: this thread's `events` before.
+          since: the ticket after which they would have learnt of it.
         """
         channel, event = _attributes(error).get(_KNOWN, (-1, 0))
         return bool(channel == self.recorder.channel and event > since)
 
     def announce_once(self, operation: str, error: Exception) -> None:
         """Announce an error unless all ranks know of it; see `announce`."""
-        if not self.is_known(error, self._thread.events - 1):
+        if not self.is_known(error, self._thread.event - 1):
             self.announce(operation, error)
 
     def announce(
@@ -401,8 +401,8 @@ class Consensus:
         Args:
           operation: the public call, for messages.
           error: which the caller raises afterwards.
-          since: this thread's `events` at the begin of the call.
-          depth: its `depth` there.
+          since: a ticket of the begin of the call.
+          depth: this thread's `depth` there.
 
         Raises another error than `error`, from which all ranks suffer.
         """
@@ -410,7 +410,7 @@ class Consensus:
         state.depth = depth
         if self.size == 1 or self.broken is not None or self.is_known(error, since):
             return
-        is_late = state.events > since
+        is_late = state.event > since
         if not is_late or isinstance(error, MpidistError):
             # Most errors of this package come from values that all ranks have
             self.announce(operation, error, is_late and not depth)
@@ -461,26 +461,28 @@ class Consensus:
           yield_cpu: for functions of different duration, see `require_same`.
         """
         state = self._thread.__dict__
-        depth, call, error = state["depth"], None, None
+        depth, call, error, limit = state["depth"], None, None, 0
         try:
-            if self.broken is not None:
-                self.require_open()
-            state["depth"] = depth + 1
-            result = fn(*args)
-            call = None if same is None else signature_of(operation, same(result))
-        except BaseException as caught:
-            fold(caught)  # other ranks show its traceback
-            error = caught
-        begun = state["events"]
-        limit = 0 if error is None else add_frames(error)
-        try:
-            state["depth"] = depth + 1  # whatever was interrupted
-            self.leave_scope(operation, error, call=call, yield_cpu=yield_cpu)
-        except BaseException as raised:
-            self.escaped(operation, raised, begun, depth)
-            diagnostics.forget_locals(raised)
-            raise
+            try:
+                if self.broken is not None:
+                    self.require_open()
+                state["depth"] = depth + 1
+                result = fn(*args)
+                call = None if same is None else signature_of(operation, same(result))
+            except BaseException as caught:
+                fold(caught)  # other ranks show its traceback
+                error = caught
+                limit = add_frames(error)
+            begun = state["event"]
+            try:
+                state["depth"] = depth + 1  # whatever was interrupted
+                self.leave_scope(operation, error, call=call, yield_cpu=yield_cpu)
+            except BaseException as raised:
+                self.escaped(operation, raised, begun, depth)
+                diagnostics.forget_locals(raised)
+                raise
         finally:
+            state["depth"] = depth
             if limit:  # see `Call.__exit__`
                 with contextlib.suppress(RecursionError):
                     sys.setrecursionlimit(limit)
@@ -524,19 +526,14 @@ class Consensus:
                 self.progress.forget(STEP)
             self.mark_known(error or reason)
             raise error or reason
-        try:
-            if error is not None:
-                with MoreStack():
-                    self.require_same(operation, error, timeout, yield_cpu)
-            elif timeout is not None or call or yield_cpu:
-                self.require_same(call or operation, None, timeout, yield_cpu)
-            elif self.size > 1:
-                with self.call(operation) as bare:
-                    bare.agree()
-        except Exception:
-            # All ranks raise, perhaps in other steps of a loop that they have left
-            self.progress.forget(STEP)
-            raise
+        if error is not None:
+            with MoreStack():
+                self.require_same(operation, error, timeout, yield_cpu)
+        elif timeout is not None or call or yield_cpu:
+            self.require_same(call or operation, None, timeout, yield_cpu)
+        elif self.size > 1:
+            with self.call(operation) as bare:
+                bare.agree()
 
     def root_only(
         self,
@@ -653,6 +650,8 @@ class Consensus:
             args = proposal.error, self.rank, self.calls, self._made_at
             diagnostics.raise_difference(records, *args)
         except Exception as raised:
+            # Perhaps in other steps of a loop, which they leave, or go on with
+            self.progress.forget(STEP)
             # Some ranks have left scopes that others are still in: these must follow
             outermost = min(r.depth for r in records)
             if outermost < depth:
@@ -691,8 +690,12 @@ class Call:
     def __exit__(
         self, kind: object, error: BaseException | None, trace: object
     ) -> None:
-        forgotten = error is None and self._consensus.reserved
-        limit = 0 if error is None else add_frames(error)
+        if error is None:
+            forgotten = self._consensus.reserved
+            self._lock.__exit__(None, None, None)
+            assert not forgotten, self.signature
+            return
+        limit = add_frames(error)
         try:
             if isinstance(error, Exception) and self._lock.can_fail:
                 self._consensus.announce_once(self.signature.operation, error)
@@ -703,7 +706,6 @@ class Call:
         if limit:  # where these frames are beyond it, the public call restores it
             with contextlib.suppress(RecursionError):
                 sys.setrecursionlimit(limit)
-        assert not forgotten, self.signature
 
     def reserve(self, fn: Callable[..., T], *args: Any) -> T:
         """Return `fn(*args)`, which must not communicate.
@@ -744,7 +746,7 @@ class Call:
         # As `count_comparison`, without a call
         consensus.reserved, self._lock.can_fail = "", False
         consensus.calls += 1
-        consensus.progress.events += 1
+        consensus.progress.event = next(tickets)
         if not consensus.note(comparison.agrees((number, 0, address)), comparison):
             consensus.settle(Proposal(self.signature, address=address))
         return comparison.is_same_address
@@ -769,7 +771,8 @@ class Call:
             payload = Payload(pages, fill)
             consensus.require_same(self.signature, timeout=timeout, payload=payload)
             return pages.everyone[comparison.turn(0)]
-        is_large = fill(pages.own[comparison.turn(1)])
+        turn = comparison.turn(1)
+        is_large = fill(pages.own[turn])
         consensus.begin(consensus.calls + 1, self.signature, self._number)
         consensus.recorder.count(comparison.name, pages.size_bytes)
         number = self._number ^ consensus.progress.digest
@@ -777,13 +780,14 @@ class Call:
         # As `count_comparison`, without a call
         consensus.reserved, self._lock.can_fail = "", False
         consensus.calls += 1
-        consensus.progress.events += 1
+        consensus.progress.event = next(tickets)
         if not consensus.note(comparison.agrees(words), comparison):
             payload = Payload(pages, fill)
             consensus.settle(
                 Proposal(self.signature, payload=payload, is_large=is_large)
             )
-        return pages.everyone[comparison.turn(0)]
+            turn = comparison.turn(0)
+        return pages.everyone[turn]
 
     def step(self, name: str) -> Call:
         """Return a later agreement of the same operation, while this call is open."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import threading
 import time
@@ -31,6 +32,8 @@ _LOOK_AGAIN_SECONDS = 0.05
 _NAMELESS = "a thread without a name"
 _BITS = (1 << 62) - 1
 _get_ident = threading.get_ident
+# Numbers of events, in the order in which they happen, in any thread
+tickets = itertools.count(1)
 
 
 class ThreadOrderedLock:
@@ -401,9 +404,9 @@ class ThreadState(ProgressCounters):
         self.depth = 0
         # The depth of the scope that other ranks have left by an error, and the error
         self.unwinding: tuple[int, Exception] | None = None
-        # How often the thread has begun to compare calls, or has learnt that all ranks
-        # know of an error
-        self.events = 0
+        # The ticket of when the thread last began to compare calls, or learnt that all
+        # ranks know of an error
+        self.event = 0
         # An error after a comparison, which the scope that it ends will announce
         self.unannounced: BaseException | None = None
 
