@@ -11,12 +11,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from mpidist.checkpoint.overlaps import Write, conflicts, write_to
 from mpidist.checkpoint.reading import load, read_tree
 from mpidist.checkpoint.state import (
     GENERATOR,
     OBJECT,
+    Write,
     checked_state,
+    conflicts,
     derived_state,
     fresh_generator,
     identity,
@@ -27,6 +28,7 @@ from mpidist.checkpoint.state import (
     set_state,
     state_methods,
     write_state,
+    write_to,
 )
 from mpidist.checkpoint.tree import (
     DEEPEST,
