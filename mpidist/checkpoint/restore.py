@@ -58,7 +58,7 @@ from mpidist.strategy.assignment import share
 from mpidist.strategy.strategy import Strategy
 from mpidist.strategy.variables import Variable
 from mpidist.util.dtypes import is_integer
-from mpidist.util.notices import warn
+from mpidist.util.logs import warn
 from mpidist.util.representation import one_line
 from mpidist.values import Mirrored, PerReplica
 

@@ -37,7 +37,7 @@ from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest, validation
 from mpidist.util.available_memory import LINE_BYTES
 from mpidist.util.dtypes import accumulator_dtype
-from mpidist.util.notices import warn
+from mpidist.util.logs import warn
 from mpidist.util.representation import one_line
 
 Reduce = Callable[[int, Sequence[Any], Sequence[Any], Exception | None], Sequence[Any]]

@@ -20,7 +20,7 @@ from mpidist.device import arrays
 from mpidist.errors import ArgumentError, DataError, DTypeError, MpidistError
 from mpidist.util import nest, validation
 from mpidist.util.dtypes import is_beyond_exact, is_integer, is_real, traits
-from mpidist.util.notices import warn
+from mpidist.util.logs import warn
 
 # Where NumPy makes one dtype of several, these may change: NULs, units
 _CHANGING = {"bytes", "text", "string", "date", "duration"}

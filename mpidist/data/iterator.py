@@ -16,9 +16,9 @@ from mpidist.data.optional import Optional
 from mpidist.data.shuffling import Seed, draw_number
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError, OutOfRangeError
 from mpidist.util import nest, validation
-from mpidist.util.hashing import hash62
-from mpidist.util.notices import warn
+from mpidist.util.logs import warn
 from mpidist.util.representation import one_line
+from mpidist.util.serialization import hash62
 from mpidist.util.threads import read_ahead
 from mpidist.util.tracebacks import fold
 

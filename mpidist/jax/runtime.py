@@ -38,8 +38,8 @@ from mpidist.device import arrays
 from mpidist.errors import ArgumentTypeError, ContextError, UnsupportedError
 from mpidist.strategy.replica_context import DefaultReplicaContext
 from mpidist.util import nest
+from mpidist.util.cpython import ThreadFrames
 from mpidist.util.dtypes import require_range
-from mpidist.util.frames import ThreadFrames
 
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy

@@ -39,7 +39,7 @@ from mpidist.monitor.traces import (
 )
 from mpidist.util import tracing, validation
 from mpidist.util.files import replace_file
-from mpidist.util.notices import warn
+from mpidist.util.logs import warn
 from mpidist.util.representation import one_line
 
 _CALL = "Strategy.timeline"

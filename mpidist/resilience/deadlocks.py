@@ -32,8 +32,8 @@ from mpidist.comm.consensus.thread_order import (
     joined_threads,
     may_start_threads,
 )
-from mpidist.util.frames import ThreadFrames
-from mpidist.util.hashing import hash62
+from mpidist.util.cpython import ThreadFrames
+from mpidist.util.serialization import hash62
 
 # A rank asks after so long a wait, and again after this part of what it has waited
 _FIRST_SECONDS = 1.0

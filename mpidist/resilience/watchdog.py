@@ -27,7 +27,7 @@ from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.signatures import END, name_ranks
 from mpidist.resilience.deadlocks import DeadlockDetector
 from mpidist.util import logs
-from mpidist.util.notices import warn
+from mpidist.util.logs import warn
 from mpidist.util.settings import HANG_SECONDS, hang_seconds
 
 _LOOK_SECONDS = 1.0

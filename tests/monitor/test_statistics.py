@@ -8,8 +8,15 @@ import pytest
 
 import mpidist
 from mpidist.monitor import statistics as module
-from mpidist.util.counters import BACKWARD, NEXT, RUN, Counters, Durations
-from mpidist.util.durations import bucket_seconds, count_buckets
+from mpidist.util.counters import (
+    BACKWARD,
+    NEXT,
+    RUN,
+    Counters,
+    Durations,
+    bucket_seconds,
+    count_buckets,
+)
 
 
 @pytest.fixture

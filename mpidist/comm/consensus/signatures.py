@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from mpidist.errors import CollectiveError, RemoteError
 from mpidist.util import nest
-from mpidist.util.hashing import hash62
+from mpidist.util.serialization import hash62
 
 _BITS = (1 << 62) - 1
 _ODD = 0x1E3779B97F4A7C15  # multiplication by it permutes the numbers of 62 bits

@@ -44,7 +44,7 @@ from mpidist.hdf5.linked_files import (
 from mpidist.options import AutoShardPolicy, InputOptions
 from mpidist.util import near_misses, nest, validation
 from mpidist.util.available_memory import free_bytes
-from mpidist.util.notices import warn
+from mpidist.util.logs import warn
 from mpidist.util.representation import html_table, one_line
 from mpidist.util.shares import BatchShare, even_sizes, largest_share
 from mpidist.util.tracebacks import fold
