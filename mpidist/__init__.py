@@ -256,9 +256,9 @@ if not commands.is_command():
     from mpidist.data.map_dataset import INFINITE_CARDINALITY
     from mpidist.data.distributed.datasets import DistributedDataset, InputContext
     from mpidist.data.distributed.iterator import DistributedIterator
-    from mpidist.data.optional import Optional
+    from mpidist.data.iterator import Optional
     from mpidist.data.iterator import DatasetIterator
-    from mpidist.data.spec import TensorSpec
+    from mpidist.data.elements import TensorSpec
     from mpidist.errors import (
         ArgumentError,
         ArgumentTypeError,

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpidist.comm.banner import show_once
 from mpidist.comm.consensus.signatures import CallSignature, name_ranks
+from mpidist.comm.replica_group import show_once
 from mpidist.data.contents import describe_contents
 from mpidist.data.dataset import (
     Dataset,
