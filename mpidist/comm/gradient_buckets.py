@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from mpidist.comm.arithmetic import result_bytes
 from mpidist.comm.collectives.arguments import check_each, to_arrays
-from mpidist.comm.collectives.outputs import StepResults
+from mpidist.comm.collectives.plans import StepResults
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.flight_recorder import Recorder
 from mpidist.comm.consensus.pending import Pending

@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.pending import Pending
-from mpidist.comm.consensus.tags import Tag
+from mpidist.comm.consensus.signatures import Tag
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.monitor.statistics import statistics
 from mpidist.monitor.traces import (

@@ -20,8 +20,7 @@ from mpidist.comm.consensus import consensus as module
 from mpidist.comm.consensus import waiting
 from mpidist.comm.consensus.comparison import SharedMemoryComparison
 from mpidist.comm.consensus.consensus import Consensus
-from mpidist.comm.consensus.signatures import CallSignature
-from mpidist.comm.consensus.tags import Tag
+from mpidist.comm.consensus.signatures import CallSignature, Tag
 from mpidist.util import nest
 
 # What pickle raises for a function without a name of its own, by Python's version
