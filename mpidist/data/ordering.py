@@ -558,3 +558,12 @@ class IterConcatenate(IterDataset):
             return self._first.example()
         except DataError:
             return self._second.example()
+
+
+def is_reshuffled(dataset: MapDataset | IterDataset) -> bool:
+    """Return whether the order of the rows may be another one in each epoch."""
+    if dataset.keeps_first_epoch:
+        return False
+    if isinstance(dataset, Shuffle | IterShuffle) and dataset.reshuffle:
+        return True
+    return any(map(is_reshuffled, dataset.parents))

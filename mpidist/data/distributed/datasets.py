@@ -31,7 +31,7 @@ from mpidist.data.elements import dtype_text
 from mpidist.data.iter_dataset import UNKNOWN_CARDINALITY, IterDataset
 from mpidist.data.iterator import EpochCounter, Origin, draw_numbers
 from mpidist.data.map_dataset import Epoch, MapDataset, drawn_seeds, walk
-from mpidist.data.row_numbers import is_reshuffled
+from mpidist.data.ordering import is_reshuffled
 from mpidist.data.shuffling import Seed
 from mpidist.data.sources import IndexedSource
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
