@@ -222,7 +222,9 @@ class Counters:
             "last_mark": self.last_mark,
             "totals": self._totals(_now()),
             "waiting_for": sorted(self.waiting_for.items()),
-            "histogram": [(i, n) for i, n in enumerate(histogram.tolist()) if n],
+            "histogram": [
+                [*bucket_seconds(i), n] for i, n in enumerate(histogram.tolist()) if n
+            ],
             "operations": [
                 [o.name, o.calls, o.seconds_ns, o.waiting_ns, dict(o.transports)]
                 for o in list(self.operations.values())
