@@ -374,18 +374,7 @@ def can_be_threaded(group: ReplicaGroup, side: _Side) -> bool:
 class GradientBuckets:
     """Reduce gradients over all replicas during the backward pass.
 
-    `strategy.gradient_buckets` creates it, once; a `with` block is one step:
-
-      >>> weights = {"w": np.zeros((3, 2)), "b": np.zeros(2)}
-      >>> buckets = strategy.gradient_buckets(weights, "MEAN")
-      >>> def backward():
-      ...     with buckets:
-      ...         buckets.put("w", np.ones((3, 2)))  # as soon as it is computed
-      ...         buckets.put("b", np.full(2, 0.5))
-      ...     return buckets.result["b"]
-      >>> strategy.run(backward).values
-      (array([0.5, 0.5]),)
-      >>> buckets.close()
+    `Strategy.gradient_buckets` creates it, once; a `with` block is one step.
 
     Gradients are grouped in buckets. When all gradients of a bucket are put, a thread
     reduces it. The order of the buckets is the same on all replicas: in the first step
