@@ -211,7 +211,7 @@ class Tag(enum.IntEnum):
 
     ANNOUNCEMENT = 1  # `consensus.waiting`: where a rank waits
     DEPARTURE = 2  # the same: why a rank has left
-    PROBE = 3  # `resilience.deadlocks`
+    PROBE = 3  # `resilience.watchdog`
     BLOCK_PART = 4  # `transports.blocks`
     BLOCK_TOTAL = 5
     RING = 6  # `transports.ring`, between nodes
