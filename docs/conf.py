@@ -37,7 +37,7 @@ extensions = [
     "sphinx.ext.napoleon",
 ]
 exclude_patterns = ["_build", "_templates"]
-templates_path = ["_templates"]
+templates_path = [str(Path(__file__).with_name("_templates"))]
 myst_enable_extensions = ["colon_fence", "html_image"]
 myst_heading_anchors = 3
 # `py` is Python that is not executed by the tests, `python` is
@@ -55,7 +55,7 @@ toc_object_entries_show_parents = "hide"
 default_role = "literal"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-autodoc_default_options = {"undoc-members": True, "show-inheritance": True}
+autodoc_default_options = {"undoc-members": True}
 autosummary_context = {"public_members": public_members}
 suppress_warnings = ["config.cache"]  # of this function, which cannot be pickled
 autodoc_class_signature = "mixed"
