@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import logging
 import re
 import sys
@@ -11,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
+from public_names import public_members, public_names  # noqa: E402
 from sphinx.ext.autodoc.mock import _MockObject  # noqa: E402
 
 import mpidist  # noqa: E402
 from mpidist.comm.consensus import public_calls  # noqa: E402
 
 # Signatures are evaluated where a method is defined, not where it is wrapped
-PUBLIC_TYPES = [kind for kind in vars(mpidist).values() if isinstance(kind, type)]
+PUBLIC_TYPES = [kind for kind in public_names().values() if isinstance(kind, type)]
 for kind in {base for public in PUBLIC_TYPES for base in public.__mro__}:
     for name, method in list(vars(kind).items()):
         if getattr(method, "__globals__", None) is vars(public_calls):
@@ -36,7 +36,8 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "_templates"]
+templates_path = [str(Path(__file__).with_name("_templates"))]
 myst_enable_extensions = ["colon_fence", "html_image"]
 myst_heading_anchors = 3
 # `py` is Python that is not executed by the tests, `python` is
@@ -54,9 +55,9 @@ toc_object_entries_show_parents = "hide"
 default_role = "literal"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True}
-autosummary_generate = False  # tables only, no pages
+autodoc_default_options = {"undoc-members": True}
+autosummary_context = {"public_members": public_members}
+suppress_warnings = ["config.cache"]  # of this function, which cannot be pickled
 autodoc_class_signature = "mixed"
 # The reference is the same whether these are installed or not
 autodoc_mock_imports = [n for n in ("torch", "jax") if not importlib.util.find_spec(n)]
@@ -91,17 +92,6 @@ def resolve_type(app: Any, env: Any, node: Any, content: Any) -> Any:
         return found if found is not None else content
     is_written_in_full = target.startswith("mpidist.") and target.count(".") == 1
     return None if is_written_in_full else content
-
-
-def skip_private_origin(
-    app: Any, what: str, name: str, member: Any, skip: bool, options: Any
-) -> bool | None:
-    """Leave out members that come from Python or NumPy, and have their manual there."""
-    function = inspect.unwrap(member) if callable(member) else member
-    module = getattr(function, "__module__", None) or "mpidist"
-    # Sphinx has stand-ins of its own for fields without a value
-    is_ours = module.startswith(("mpidist", "sphinx."))
-    return True if not is_ours and what == "class" else None
 
 
 def _raises(head: str, block: list[str]) -> list[str]:
@@ -162,4 +152,3 @@ def setup(app: Any) -> None:
     # Before napoleon, whose priority is 500
     app.connect("autodoc-process-docstring", to_restructured_text, priority=400)
     app.connect("missing-reference", resolve_type)
-    app.connect("autodoc-skip-member", skip_private_origin)

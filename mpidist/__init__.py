@@ -110,9 +110,7 @@ Communication
     HierarchicalCopyAllReduce   inside nodes first; arrays on GPUs by way of the host
     ReductionToOneDevice        the device may be a replica's number
     NcclAllReduce               refused where replicas share a GPU, or have none
-    MpiAllReduce                not in TensorFlow: the default, by MPI_Allreduce
     CommunicationOptions        only compression changes results
-    GradientBuckets             not in TensorFlow: reduces while gradients are computed
     CommunicationImplementation AUTO, MPI and NCCL; no RING (also called
                                 CollectiveCommunication in TensorFlow)
 
@@ -225,127 +223,46 @@ Absent
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from mpidist._version import __version__
+from mpidist._version import __version__ as __version__
 from mpidist.launch import commands
+
+# Where the public names are: `__init__.pyi` says it to type checkers, too
+_ORIGINS = {
+    alias.name: node.module or ""
+    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+}
+__all__ = sorted(name for name, module in _ORIGINS.items() if module != "mpidist")
 
 # `python -m mpidist` imports this first, perhaps where there is no MPI
 if not commands.is_command():
-    from mpidist.launch import mpi_defaults  # noqa: F401, I001 - before MPI is imported
-    from mpidist.resilience import exit_handling, watchdog
-    from mpidist.comm.cross_device_ops import (
-        HierarchicalCopyAllReduce,
-        NcclAllReduce,
-        ReductionToOneDevice,
-    )
-    from mpidist.comm.cross_device_ops import CrossDeviceOps, MpiAllReduce
-    from mpidist.comm.gradient_buckets import GradientBuckets
-    from mpidist.context import (
-        experimental_set_strategy,
-        get_replica_context,
-        get_strategy,
-        has_strategy,
-        in_cross_replica_context,
-    )
-    from mpidist.monitor.timeline import span
-    from mpidist.data.dataset import Dataset
-    from mpidist.data.iter_dataset import UNKNOWN_CARDINALITY
-    from mpidist.data.map_dataset import INFINITE_CARDINALITY
-    from mpidist.data.distributed.datasets import DistributedDataset, InputContext
-    from mpidist.data.distributed.iterator import DistributedIterator
-    from mpidist.data.optional import Optional
-    from mpidist.data.iterator import DatasetIterator
-    from mpidist.data.spec import TensorSpec
-    from mpidist.errors import (
-        ArgumentError,
-        ArgumentTypeError,
-        CheckpointError,
-        CollectiveError,
-        ContextError,
-        DataError,
-        DeadlineError,
-        DivergenceError,
-        DTypeError,
-        LaunchError,
-        MismatchError,
-        MpidistError,
-        OutOfRangeError,
-        RankLostError,
-        RemoteError,
-        UnsupportedError,
-    )
+    from mpidist.launch import mpi_defaults  # noqa: F401 - before MPI is imported
     from mpidist.launch import slurm as cluster_resolver
-    from mpidist.launch.slurm import SlurmClusterResolver
-    from mpidist.options import (
-        AutoShardPolicy,
-        CommunicationImplementation,
-        CommunicationOptions,
-        InputOptions,
-        InputReplicationMode,
-        Options,
-        ReduceOp,
-        RunOptions,
-        VariableAggregation,
-        VariableSynchronization,
-    )
-    from mpidist.strategy.extended import MultiStepContext, StrategyExtended
-    from mpidist.strategy.mirrored_strategy import MirroredStrategy
-    from mpidist.strategy.replica_context import ReplicaContext
-    from mpidist.strategy.strategy import Strategy
-    from mpidist.strategy.v1 import InputIterator, StrategyV1
-    from mpidist.strategy.variables import Variable
-    from mpidist.values import (
-        DistributedValues,
-        IndexedSlices,
-        Mirrored,
-        PerReplica,
-        ValueContext,
-    )
+    from mpidist.resilience import exit_handling, watchdog
+    from mpidist.strategy import mirrored_strategy  # noqa: F401 - what all jobs need
 
     sys.modules["mpidist.cluster_resolver"] = cluster_resolver  # as TensorFlow has it
     exit_handling.abort_on_exception()
     exit_handling.leave_together()
     watchdog.start_watch()
 
-if TYPE_CHECKING:
-    from mpidist.checkpoint.checkpoint import Checkpoint
-    from mpidist.checkpoint.manager import CheckpointManager, latest_checkpoint
-    from mpidist.data.distributed.converted import as_arrays
-    from mpidist.monitor.progress import progress
-    from mpidist.resilience.elastic import run_elastic
-    from mpidist.resilience.preemption import (
-        PreemptionCheckpointHandler,
-        TerminationConfig,
-    )
-    from mpidist.strategy.hdf5_writer import Hdf5Writer
-
-# Imported at first use, because not all jobs need it
-_LATER = {
-    "Checkpoint": "mpidist.checkpoint.checkpoint",
-    "CheckpointManager": "mpidist.checkpoint.manager",
-    "as_arrays": "mpidist.data.distributed.converted",
-    "latest_checkpoint": "mpidist.checkpoint.manager",
-    "progress": "mpidist.monitor.progress",
-    "run_elastic": "mpidist.resilience.elastic",
-    "PreemptionCheckpointHandler": "mpidist.resilience.preemption",
-    "TerminationConfig": "mpidist.resilience.preemption",
-    "Hdf5Writer": "mpidist.strategy.hdf5_writer",
-}
-# Modules imported at first use; one of them needs an extra
-_ROOMS = ("statistics", "torch")
-
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return importlib.import_module(f"mpidist.{name}")
-    if name not in _LATER:
+    module = _ORIGINS.get(name)
+    if module is None:
         from mpidist.util import near_misses
 
         near_misses.refuse(sys.modules[__name__], name, "module")
-    value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+    if module == "mpidist":
+        return importlib.import_module(f"mpidist.{name}")
+    value = globals()[name] = getattr(importlib.import_module(module), name)
     return value
 
 
@@ -366,78 +283,3 @@ def _is_asked_by_help() -> bool:
         if frame is not None and frame.f_globals.get("__name__") == "pydoc":
             return True
     return False
-
-
-__all__ = [
-    "ArgumentError",
-    "ArgumentTypeError",
-    "AutoShardPolicy",
-    "Checkpoint",
-    "CheckpointError",
-    "CheckpointManager",
-    "CollectiveError",
-    "CommunicationImplementation",
-    "CommunicationOptions",
-    "ContextError",
-    "CrossDeviceOps",
-    "DTypeError",
-    "DataError",
-    "Dataset",
-    "DatasetIterator",
-    "DeadlineError",
-    "DistributedDataset",
-    "DistributedIterator",
-    "DistributedValues",
-    "DivergenceError",
-    "GradientBuckets",
-    "Hdf5Writer",
-    "HierarchicalCopyAllReduce",
-    "IndexedSlices",
-    "INFINITE_CARDINALITY",
-    "InputContext",
-    "InputIterator",
-    "InputOptions",
-    "InputReplicationMode",
-    "LaunchError",
-    "Mirrored",
-    "MirroredStrategy",
-    "MismatchError",
-    "MpiAllReduce",
-    "MultiStepContext",
-    "MpidistError",
-    "NcclAllReduce",
-    "Optional",
-    "Options",
-    "OutOfRangeError",
-    "PerReplica",
-    "PreemptionCheckpointHandler",
-    "RankLostError",
-    "ReduceOp",
-    "ReductionToOneDevice",
-    "RemoteError",
-    "ReplicaContext",
-    "RunOptions",
-    "SlurmClusterResolver",
-    "Strategy",
-    "StrategyExtended",
-    "StrategyV1",
-    "UnsupportedError",
-    "TensorSpec",
-    "TerminationConfig",
-    "UNKNOWN_CARDINALITY",
-    "ValueContext",
-    "Variable",
-    "VariableAggregation",
-    "VariableSynchronization",
-    "__version__",
-    "as_arrays",
-    "experimental_set_strategy",
-    "get_replica_context",
-    "get_strategy",
-    "has_strategy",
-    "in_cross_replica_context",
-    "latest_checkpoint",
-    "progress",
-    "run_elastic",
-    "span",
-]

@@ -220,7 +220,7 @@ def test_an_exception_that_cannot_travel_is_quoted(strategy):
             raise CustomError("this", "that")
 
     is_first = strategy.extended.replica_id == 0
-    expected = CustomError if is_first else mpidist.RemoteError
+    expected = CustomError if is_first else mpidist.errors.RemoteError
     with pytest.raises(expected, match="this and that"):
         strategy.run(step)
     assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync

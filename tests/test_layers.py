@@ -76,7 +76,7 @@ OUTSIDE = {
     "cupy": {
         "device",
         "comm.device_info",
-        "comm.shared_memory.cuda_ipc",
+        "comm.transports.ipc",
         "comm.transports.nccl",
     },
     "h5py": {"hdf5", "checkpoint", "tools.doctor"},

@@ -5,8 +5,6 @@ import importlib.util
 import json
 import re
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import chromium
@@ -187,15 +185,6 @@ def test_the_readmes_speeds_are_those_that_were_measured():
     for number, text in zip(measured, said, strict=True):
         digits = len(text.partition(".")[2])
         assert abs(number - float(text)) <= (0.006 if digits else 0.5), text
-
-
-@pytest.mark.parametrize(
-    "path", ["docs/pictures/charts.py", "docs/pictures/diagrams.py"]
-)
-def test_pictures_are_up_to_date(path):
-    command = [sys.executable, str(ROOT / path), "--check"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
 
 
 PICTURES = sorted((ROOT / "docs/pictures").glob("*.svg"))

@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist.device import arrays, kernels, streams
-from mpidist.device.memory import DeviceBuffer
+from mpidist.device.streams import DeviceBuffer
 
 if TYPE_CHECKING:
     from bench_gpu import Setting

@@ -51,8 +51,8 @@ from mpidist.util.files import (
     sync_directory,
     writer_of,
 )
+from mpidist.util.logs import warn
 from mpidist.util.mounts import lateness
-from mpidist.util.notices import warn
 
 SUFFIX = ".h5"
 # How long a network file system may show a node an old list of a directory

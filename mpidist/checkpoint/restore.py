@@ -11,12 +11,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from mpidist.checkpoint.overlaps import Write, conflicts, write_to
 from mpidist.checkpoint.reading import load, read_tree
 from mpidist.checkpoint.state import (
     GENERATOR,
     OBJECT,
+    Write,
     checked_state,
+    conflicts,
     derived_state,
     fresh_generator,
     identity,
@@ -27,6 +28,7 @@ from mpidist.checkpoint.state import (
     set_state,
     state_methods,
     write_state,
+    write_to,
 )
 from mpidist.checkpoint.tree import (
     DEEPEST,
@@ -56,7 +58,7 @@ from mpidist.strategy.assignment import share
 from mpidist.strategy.strategy import Strategy
 from mpidist.strategy.variables import Variable
 from mpidist.util.dtypes import is_integer
-from mpidist.util.notices import warn
+from mpidist.util.logs import warn
 from mpidist.util.representation import one_line
 from mpidist.values import Mirrored, PerReplica
 

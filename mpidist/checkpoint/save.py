@@ -64,7 +64,7 @@ from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.context import Scope
 from mpidist.data.distributed.datasets import warn_unsaved_place
 from mpidist.device import arrays
-from mpidist.device.memory import Pinned
+from mpidist.device.streams import Pinned
 from mpidist.errors import CheckpointError, RankLostError
 from mpidist.strategy.strategy import Strategy
 from mpidist.util.files import AtomicFile, sync_directory

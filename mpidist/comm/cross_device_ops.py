@@ -276,14 +276,7 @@ announce_errors(
 
 
 class MpiAllReduce(CrossDeviceOps):
-    """The default: MPI all-reduces packs of arrays on their device.
-
-    Example:
-      >>> ops = mpidist.MpiAllReduce()
-      >>> direct = mpidist.MirroredStrategy(cross_device_ops=ops)
-      >>> direct.reduce("MEAN", np.array([1.0, 3.0]))
-      array([1., 3.])
-    """
+    """The default: MPI all-reduces packs of arrays on their device."""
 
     is_sum = True  # whether `prepare_sums` only adds arrays
 

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from mpidist.comm.arithmetic import result_bytes
 from mpidist.comm.collectives.arguments import check_each, to_arrays
-from mpidist.comm.collectives.outputs import StepResults
+from mpidist.comm.collectives.plans import StepResults
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.flight_recorder import Recorder
 from mpidist.comm.consensus.pending import Pending
@@ -36,7 +36,7 @@ from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest, validation
 from mpidist.util.available_memory import LINE_BYTES
 from mpidist.util.dtypes import accumulator_dtype
-from mpidist.util.notices import warn
+from mpidist.util.logs import warn
 from mpidist.util.representation import one_line
 
 Reduce = Callable[[int, Sequence[Any], Sequence[Any], Exception | None], Sequence[Any]]
@@ -373,18 +373,7 @@ def can_be_threaded(group: ReplicaGroup, side: _Side) -> bool:
 class GradientBuckets:
     """Reduce gradients over all replicas during the backward pass.
 
-    `strategy.gradient_buckets` creates it, once; a `with` block is one step:
-
-      >>> weights = {"w": np.zeros((3, 2)), "b": np.zeros(2)}
-      >>> buckets = strategy.gradient_buckets(weights, "MEAN")
-      >>> def backward():
-      ...     with buckets:
-      ...         buckets.put("w", np.ones((3, 2)))  # as soon as it is computed
-      ...         buckets.put("b", np.full(2, 0.5))
-      ...     return buckets.result["b"]
-      >>> strategy.run(backward).values
-      (array([0.5, 0.5]),)
-      >>> buckets.close()
+    `Strategy.gradient_buckets` creates it, once; a `with` block is one step.
 
     Gradients are grouped in buckets. When all gradients of a bucket are put, a thread
     reduces it. The order of the buckets is the same on all replicas: in the first step

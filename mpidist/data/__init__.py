@@ -1,1 +1,1 @@
-"""Input: lazy datasets, the HDF5 reader, and their division over replicas."""
+"""Input: lazy datasets, and their division over replicas."""

@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 
 from mpidist.data import sharding
-from mpidist.data.elements import as_element, from_lists, owned, plain_array, stack
+from mpidist.data.elements import (
+    as_element,
+    batch_of,
+    from_lists,
+    owned,
+    plain_array,
+    stack,
+)
 from mpidist.data.iter_dataset import (
     IterDataset,
     IterTransformation,
@@ -23,7 +30,6 @@ from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.ordering import FullBatches
 from mpidist.data.shuffling import ChunkShuffle
 from mpidist.data.sources import Positions
-from mpidist.data.spec import batch_of
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.hdf5.chunks import ChunkLayout
 from mpidist.util import nest, validation

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpidist.data.elements import is_plain, one_dtype, split, stack
+from mpidist.data.elements import TensorSpec, is_plain, one_dtype, split, stack
 from mpidist.data.iter_dataset import IterDataset, IterTransformation
 from mpidist.data.map_dataset import (
     Epoch,
@@ -24,7 +24,6 @@ from mpidist.data.map_dataset import (
 )
 from mpidist.data.shuffling import Seed
 from mpidist.data.sources import Positions, take_rows
-from mpidist.data.spec import TensorSpec
 from mpidist.errors import ArgumentError, MpidistError
 from mpidist.hdf5.chunks import ChunkLayout
 from mpidist.util import nest

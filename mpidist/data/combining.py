@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidist.data.batching import call_function
+from mpidist.data.elements import require_like_members
 from mpidist.data.iter_dataset import (
     IterDataset,
     IterTransformation,
@@ -25,7 +26,6 @@ from mpidist.data.map_dataset import (
 from mpidist.data.sharding import mix_seed
 from mpidist.data.shuffling import Seed, drawing
 from mpidist.data.sources import Positions
-from mpidist.data.spec import require_like_members
 from mpidist.errors import ArgumentError, ArgumentTypeError
 from mpidist.hdf5.chunks import ChunkLayout
 from mpidist.util import nest, validation

@@ -23,7 +23,7 @@ from mpidist.device import arrays
 from mpidist.errors import MpidistError
 from mpidist.util import logs
 from mpidist.util.dtypes import is_beyond_exact
-from mpidist.util.hashing import hash62
+from mpidist.util.serialization import hash62
 
 # Checksums of so many bytes take about a second
 _WHOLE_BYTES = 2 << 30

@@ -13,10 +13,9 @@ import types
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from typing import Any
 
-from mpidist.data.elements import as_element, take_element
+from mpidist.data.elements import as_element, spec_of, take_element
 from mpidist.data.map_dataset import Epoch, MapDataset, OpenSources
 from mpidist.data.shuffling import Seed
-from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.util import nest, validation
 from mpidist.util.threads import call_ahead

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpidist.data.elements import plain_array, split
+from mpidist.data.elements import plain_array, spec_of, split
 from mpidist.data.shuffling import ChunkShuffle, Seed
 from mpidist.data.sources import (
     BufferedSource,
@@ -26,7 +26,6 @@ from mpidist.data.sources import (
     RowSource,
     has_chunks,
 )
-from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError
 from mpidist.hdf5.chunks import ChunkLayout
 from mpidist.util import nest, validation

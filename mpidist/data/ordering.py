@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 
 from mpidist.data import sharding
-from mpidist.data.elements import as_element, concatenate, merge
+from mpidist.data.elements import (
+    as_element,
+    concatenate,
+    merge,
+    require_like,
+    require_like_members,
+    spec_of,
+)
 from mpidist.data.iter_dataset import (
     IterDataset,
     IterTransformation,
@@ -23,7 +30,6 @@ from mpidist.data.iter_dataset import (
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.shuffling import ChunkShuffle, Seed, divide_block
 from mpidist.data.sources import Positions
-from mpidist.data.spec import require_like, require_like_members, spec_of
 from mpidist.errors import ArgumentError, DataError
 from mpidist.hdf5.chunks import ChunkLayout
 from mpidist.util import nest
@@ -552,3 +558,12 @@ class IterConcatenate(IterDataset):
             return self._first.example()
         except DataError:
             return self._second.example()
+
+
+def is_reshuffled(dataset: MapDataset | IterDataset) -> bool:
+    """Return whether the order of the rows may be another one in each epoch."""
+    if dataset.keeps_first_epoch:
+        return False
+    if isinstance(dataset, Shuffle | IterShuffle) and dataset.reshuffle:
+        return True
+    return any(map(is_reshuffled, dataset.parents))

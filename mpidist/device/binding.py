@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from mpidist.errors import LaunchError
-from mpidist.util.notices import warn
+from mpidist.util.logs import warn
 
 _DRIVER = "libcuda.so.1"
 _NO_DEVICE = 100  # cudaErrorNoDevice

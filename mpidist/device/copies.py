@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist.device import arrays
-from mpidist.device.memory import Pinned
-from mpidist.device.streams import record
+from mpidist.device.streams import Pinned, record
 from mpidist.util.available_memory import round_up
 
 # Double buffering: the host works on one buffer while the other one is copied

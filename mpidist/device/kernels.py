@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.device.arrays import current_gpu
-from mpidist.device.memory import Staged
+from mpidist.device.streams import Staged
 from mpidist.util.dtypes import is_integer, traits
 
 # The compiler's options

@@ -29,7 +29,7 @@ from mpidist.hdf5.linked_files import OutputPart
 from mpidist.util import validation
 from mpidist.util.dtypes import traits
 from mpidist.util.files import AtomicHdf5File
-from mpidist.util.notices import warn
+from mpidist.util.logs import warn
 
 BLOCK_BYTES = 1 << 20
 LARGEST_CHUNK_BYTES = (1 << 32) - 1  # HDF5's limit

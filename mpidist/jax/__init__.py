@@ -30,8 +30,7 @@ from __future__ import annotations
 
 from mpidist.jax.collectives import all_gather, all_reduce, broadcast
 from mpidist.jax.gradients import grad, mean_over_rows, value_and_grad
-from mpidist.jax.input import JaxDataset, JaxIterator, as_jax
-from mpidist.jax.runtime import jit
+from mpidist.jax.runtime import JaxDataset, JaxIterator, as_jax, jit
 
 __all__ = [
     "JaxDataset",

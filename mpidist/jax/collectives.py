@@ -19,8 +19,13 @@ from jax.interpreters import ad, batching, mlir
 from mpidist.comm import arithmetic
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from mpidist.jax import compat
-from mpidist.jax.runtime import announced, call_host, find_strategy, require_dispatch
+from mpidist.jax.runtime import (
+    announced,
+    call_host,
+    find_strategy,
+    require_dispatch,
+    trace_state_clean,
+)
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import validation
 from mpidist.util.dtypes import digits
@@ -198,7 +203,7 @@ def is_traced(leaves: Sequence[Any]) -> bool:
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return True
     # A constant inside jit is not a tracer, but a call with it would run only once
-    return compat.is_tracing()
+    return not trace_state_clean()
 
 
 def has_collective(traced: Any, strategy: Strategy) -> bool:

@@ -1,4 +1,4 @@
-"""How JAX computations call collectives: threads, devices and errors.
+"""How JAX computations call collectives: threads, devices, errors; their batches.
 
 A collective inside `jit` is an ordered callback into Python. JAX calls it in the thread
 that dispatched the computation, or in one of XLA's threads while that thread waits for
@@ -16,11 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import core, xla_bridge
 from mpi4py import MPI
 
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.public_calls import announcing
 from mpidist.comm.consensus.signatures import skip_folder
+from mpidist.comm.topology import job_size
 from mpidist.context import (
     get_replica_context,
     get_strategy,
@@ -28,20 +32,38 @@ from mpidist.context import (
     in_replica_of,
     require_cross_replica,
 )
+from mpidist.data.dataset import Dataset
+from mpidist.data.distributed.converted import ConvertedDataset, ConvertedIterator
+from mpidist.device import arrays
 from mpidist.errors import ArgumentTypeError, ContextError, UnsupportedError
-from mpidist.jax import compat
 from mpidist.strategy.replica_context import DefaultReplicaContext
-from mpidist.util.frames import ThreadFrames
+from mpidist.util import nest
+from mpidist.util.cpython import ThreadFrames
+from mpidist.util.dtypes import require_range
 
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
 
+
+# What is private in JAX was tried on 0.6 and 0.10. Here JAX logs the errors of
+# callbacks, which it raises as well
+_CALLBACK_LOGGER = logging.getLogger("jax._src.callback")
+trace_state_clean: Callable[[], bool] = core.trace_state_clean
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 _JAX_FOLDER = str(Path(jax.__file__).parent)
 skip_folder(_JAX_FOLDER)
 
 
-_is_synchronous = compat.dispatch_synchronously()
+def _dispatch_synchronously() -> bool:
+    """Make JAX dispatch synchronously; return False if it is too late for that."""
+    was_synchronous = not jax.config.values["jax_cpu_enable_async_dispatch"]
+    is_early = not xla_bridge.backends_are_initialized()
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    return was_synchronous or is_early
+
+
+_is_synchronous = _dispatch_synchronously()
 _errors: list[Exception] = []  # of the last callback that failed
 
 
@@ -70,9 +92,6 @@ def find_strategy(strategy: Strategy | None, call: str) -> Strategy:
         require_cross_replica(strategy, call)
     strategy.extended.topology.require_open()
     return strategy
-
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def announced(function: F) -> F:
@@ -264,4 +283,83 @@ class _Known(logging.Filter):
         return error is None or all(error is not known for known in _errors)
 
 
-compat.CALLBACK_LOGGER.addFilter(_Known())
+_CALLBACK_LOGGER.addFilter(_Known())
+
+
+def as_jax(dataset: Any) -> JaxDataset:
+    """Return a distributed dataset whose batches are this replica's rows in JAX arrays.
+
+    Large batches are not copied: JAX uses their memory until the arrays are freed. (JAX
+    copies arrays that do not begin at a cache line, and 64-bit numbers without
+    jax_enable_x64.)
+
+    Args:
+      dataset: a distributed dataset, or another iterable of nests of arrays. In a job
+        of several ranks no `Dataset`, of which each would read all rows.
+
+    Example:
+      >>> rows = mpidist.Dataset.range(8).batch(4)
+      >>> data = mpidist.jax.as_jax(strategy.experimental_distribute_dataset(rows))
+      >>> next(iter(data))
+      Array([0, 1], dtype=int32)
+    """
+    if isinstance(dataset, Dataset) and job_size() > 1:
+        raise ArgumentTypeError(
+            "as_jax got a dataset that is not distributed: each replica would read all "
+            "of it. Pass what strategy.experimental_distribute_dataset returns, or "
+            "iter(dataset) if that is meant"
+        )
+    if not hasattr(dataset, "__iter__"):
+        raise ArgumentTypeError(
+            f"as_jax needs a distributed dataset, not {type(dataset).__name__}"
+        )
+    return JaxDataset(dataset)
+
+
+class JaxIterator(ConvertedIterator):
+    """Gives batches as JAX arrays; a `Checkpoint` saves it like an iterator.
+
+    Example:
+      >>> rows = mpidist.Dataset.range(8).batch(4)
+      >>> data = mpidist.jax.as_jax(strategy.experimental_distribute_dataset(rows))
+      >>> batches = iter(data)
+      >>> next(batches)
+      Array([0, 1], dtype=int32)
+      >>> checkpoint = mpidist.Checkpoint(strategy=strategy, batches=batches)
+    """
+
+    def __init__(self, iterator: Any):
+        super().__init__(iterator, functools.partial(nest.map_leaves, _to_jax))
+
+
+class JaxDataset(ConvertedDataset):
+    """The result of `as_jax`. Iterating over it is collective.
+
+    Example:
+      >>> rows = mpidist.Dataset.range(8).batch(4)
+      >>> data = mpidist.jax.as_jax(strategy.experimental_distribute_dataset(rows))
+      >>> len(data)
+      2
+    """
+
+    _iterator_type = JaxIterator
+
+
+def _to_jax(leaf: Any) -> Any:
+    """Return an array of numbers as a JAX array, and other leaves unchanged.
+
+    Raises:
+      DTypeError: 64-bit integers that do not fit JAX's 32 bits.
+    """
+    arrays.require_plain(leaf, "a batch for JAX")
+    array = leaf if arrays.is_device_array(leaf) else np.asarray(leaf)
+    if not arrays.fits_device(array):
+        return leaf
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if dtype != array.dtype:
+        require_range(array, dtype, "a batch for JAX")
+        array = array.astype(dtype)
+    # Read-only memory may belong to a file, or to code that can still change it
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
+        return jnp.array(array, copy=True)
+    return arrays.like(array, jnp.zeros(()))

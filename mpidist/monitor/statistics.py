@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpidist.util import logs
 from mpidist.util.available_memory import available_cores
-from mpidist.util.durations import bucket_seconds, duration
+from mpidist.util.representation import duration
 from mpidist.util.settings import BANNER, decimal
 
 if TYPE_CHECKING:
@@ -90,9 +90,7 @@ def _describe(counters: Counters, rank: int, ranks: int) -> dict[str, Any]:
             "min": counts["least_ns"] / 1e9,
             "max": counts["most_ns"] / 1e9,
         },
-        "step_histogram": [
-            [*bucket_seconds(bucket), count] for bucket, count in counts["histogram"]
-        ],
+        "step_histogram": counts["histogram"],
         "measured_seconds": took,
         "parts": parts,
         "waiting_seconds": waiting,

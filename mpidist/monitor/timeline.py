@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.pending import Pending
-from mpidist.comm.consensus.tags import Tag
+from mpidist.comm.consensus.signatures import Tag
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.monitor.statistics import statistics
 from mpidist.monitor.traces import (
@@ -39,7 +39,7 @@ from mpidist.monitor.traces import (
 )
 from mpidist.util import tracing, validation
 from mpidist.util.files import replace_file
-from mpidist.util.notices import warn
+from mpidist.util.logs import warn
 from mpidist.util.representation import one_line
 
 _CALL = "Strategy.timeline"

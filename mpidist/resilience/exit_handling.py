@@ -19,9 +19,12 @@ from typing import Any, NoReturn
 
 from mpi4py import MPI
 
-from mpidist.comm.consensus import process_monitor
 from mpidist.comm.consensus.consensus import Consensus
-from mpidist.comm.consensus.failures import FailureDetector, has_failed_ranks
+from mpidist.comm.consensus.failures import (
+    FailureDetector,
+    expect_exits,
+    has_failed_ranks,
+)
 from mpidist.comm.consensus.signatures import END, call_site, exits
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.context import default_strategy, explain
@@ -158,7 +161,7 @@ def _leave(has_handled_errors: bool = False) -> None:
     if _has_left:
         return
     _has_left = True
-    process_monitor.expect_exits()
+    expect_exits()
     handled = sys.exc_info()[1]  # what the program handles while it calls MPI.Finalize
     try:
         if (save := sys.modules.get("mpidist.checkpoint.save")) is not None:

@@ -25,9 +25,8 @@ from mpidist.errors import ArgumentTypeError, ContextError
 from mpidist.launch.allocations import TimeLimit
 from mpidist.launch.launchers import end_signals, time_limit
 from mpidist.util import logs, validation
-from mpidist.util.durations import duration
 from mpidist.util.forks import call_in_child
-from mpidist.util.representation import one_line
+from mpidist.util.representation import duration, one_line
 
 T = TypeVar("T")
 # With this exit code a job asks to be requeued; the scripts in jobs/ know it

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpidist.data import row_numbers
+from mpidist.data.batching import Batch, Map
+from mpidist.data.caching import CacheBase
+from mpidist.data.combining import Zip
 from mpidist.data.distributed.reader import ReadPlan
 from mpidist.data.elements import plain_array
-from mpidist.data.map_dataset import Epoch
+from mpidist.data.iter_dataset import IterDataset
+from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation, walk
+from mpidist.data.ordering import (
+    Concatenate,
+    IterShuffle,
+    Repeat,
+    Shuffle,
+    Window,
+)
 from mpidist.data.sources import Positions
 from mpidist.errors import ArgumentError, DataError
 from mpidist.hdf5.read import Hdf5Rows
@@ -21,6 +31,7 @@ from mpidist.hdf5.shard_writer import FieldSpec, ShardWriter, with_wider_text
 from mpidist.strategy.extended import StrategyExtended
 from mpidist.util import nest, validation
 from mpidist.util.dtypes import digits
+from mpidist.util.shares import WHOLE, BatchShare
 
 # Rows that a rank receives at a time
 _ROUND_BYTES = 16 << 20
@@ -150,9 +161,9 @@ class DatasetOrder:
         self._require_one_dataset(batch)
         pipeline, share = batch.plan.pipeline, batch.plan.share
         try:
-            numbers = row_numbers.of_batch(pipeline, batch.epoch, batch.step, share)
-        except row_numbers.UnknownRowsError:
-            if row_numbers.is_shuffled(pipeline):
+            numbers = _numbers_of_batch(pipeline, batch.epoch, batch.step, share)
+        except _UnknownRowsError:
+            if _is_shuffled(pipeline):
                 raise ArgumentError(
                     "append: order='dataset' does not know the rows of this dataset, "
                     "which is shuffled before filter, unbatch, zip or interleave, or "
@@ -221,7 +232,7 @@ class DatasetOrder:
         batch = self._batch
         if batch is None or not self._numbers:
             return 0
-        return row_numbers.count(batch.plan.pipeline) or 0
+        return _numbers_in_all(batch.plan.pipeline) or 0
 
     def rearrange(
         self, call: str, spilled: Path, fields: Sequence[FieldSpec], to: ShardWriter
@@ -356,3 +367,146 @@ class DatasetOrder:
 def _as_bytes(rows: Any, field: FieldSpec) -> Any:
     """Return rows as arrays of bytes: `all_to_all` takes numbers alone."""
     return np.frombuffer(rows.tobytes(), np.uint8).reshape(len(rows), field.row_bytes)
+
+
+class _UnknownRowsError(Exception):
+    """It is not known where the rows of a batch come from."""
+
+
+def _is_shuffled(dataset: MapDataset | IterDataset) -> bool:
+    """Return whether a dataset has a shuffle somewhere."""
+    return any(isinstance(part, Shuffle | IterShuffle) for part in walk(dataset))
+
+
+def _numbers_of_batch(
+    dataset: Any, epoch: Epoch, step: int, share: BatchShare
+) -> Positions:
+    """Return the numbers of a replica's rows of batch `step`.
+
+    Row n is the n-th of the dataset without its shuffles. What comes after a shuffle
+    does not renumber the rows: those that `take` leaves out are missing.
+
+    Args:
+      dataset: of batches.
+      epoch: the iteration.
+      step: the number of the batch in it.
+      share: the replica's part of each batch.
+
+    Raises:
+      _UnknownRowsError: the batches are not slices of rows with numbers.
+    """
+    if isinstance(dataset, Batch):
+        rows = dataset.positions(epoch, step, share)
+        return _of_rows(dataset.parents[0], epoch, np.arange(rows.start, rows.stop))
+    if isinstance(dataset, Concatenate):
+        part, i = dataset.find(step)
+        before = 0 if i == step else _known(_numbers_in_all(dataset.parents[0]))
+        return before + _numbers_of_batch(part, epoch, i, share)
+    if isinstance(dataset, Zip) and not _is_shuffled(dataset):
+        return _numbers_of_batch(dataset.parents[0], epoch, step, share)
+    if isinstance(dataset, CacheBase):
+        epoch = dataset.first_epoch(epoch)
+    elif isinstance(dataset, Repeat):
+        inner, i = dataset.locate_one(epoch, step)
+        before = _known(_numbers_in_all(dataset.parents[0])) if i != step else 0
+        repetition = (step - i) // (dataset.parents[0].length or 1)
+        return repetition * before + _numbers_of_batch(
+            dataset.parents[0], inner, i, share
+        )
+    elif isinstance(dataset, Window) and not _is_shuffled(dataset):
+        start = dataset.locate_one(epoch, 0)[1]
+        first = _numbers_of_batch(dataset.parents[0], epoch, start, WHOLE)[:1].sum()
+        numbers: Positions = _numbers_of_batch(
+            dataset.parents[0], epoch, start + step, share
+        )
+        numbers -= first
+        return numbers
+    elif not isinstance(dataset, Map | Shuffle | Window):
+        raise _UnknownRowsError
+    epoch, step = dataset.locate_one(epoch, step)
+    return _numbers_of_batch(dataset.parents[0], epoch, step, share)
+
+
+def _numbers_in_all(dataset: Any) -> int | None:
+    """Return how many numbers the rows of a dataset of batches have, if that is known.
+
+    Those that are left out, as by `take` after a shuffle, count.
+    """
+    if isinstance(dataset, Batch):
+        return _count_numbers(dataset.parents[0])
+    if isinstance(dataset, Repeat | Concatenate):
+        return _count_sections(dataset, _numbers_in_all)
+    if isinstance(dataset, Map | Shuffle | CacheBase):
+        return _numbers_in_all(dataset.parents[0])
+    if isinstance(dataset, Window) and _is_shuffled(dataset):
+        return _numbers_in_all(dataset.parents[0])
+    if isinstance(dataset, Window | Zip) and dataset.length:
+        last = dataset.batch_rows(Epoch(), dataset.length - 1)
+        numbers = _numbers_of_batch(dataset, Epoch(), dataset.length - 1, WHOLE)
+        return int(numbers[0]) + last
+    return None
+
+
+def _count_numbers(dataset: MapDataset) -> int | None:
+    """Like `_numbers_in_all`, of a dataset of rows."""
+    if not _is_shuffled(dataset):
+        return dataset.length
+    if isinstance(dataset, Repeat | Concatenate):
+        return _count_sections(dataset, _count_numbers)
+    if isinstance(dataset, MapTransformation):
+        return _count_numbers(dataset.parents[0])
+    return None
+
+
+def _count_sections(
+    dataset: Repeat | Concatenate, counted: Callable[[Any], int | None]
+) -> int | None:
+    counts = [counted(parent) for parent in dataset.parents]
+    if isinstance(dataset, Repeat):
+        counts *= dataset.count or 0
+    known = [n for n in counts if n is not None]
+    return sum(known) if known and len(known) == len(counts) else None
+
+
+def _of_rows(dataset: MapDataset, epoch: Epoch, positions: Positions) -> Positions:
+    """Return the numbers of the rows at some positions."""
+    if not _is_shuffled(dataset):
+        return positions
+    if isinstance(dataset, Repeat | Concatenate):
+        return _of_sections(dataset, epoch, positions)
+    if isinstance(dataset, CacheBase):
+        epoch = dataset.first_epoch(epoch)
+    elif not isinstance(dataset, MapTransformation) or isinstance(dataset, Batch):
+        raise _UnknownRowsError
+    return _of_rows(dataset.parents[0], epoch, dataset.locate(epoch, positions))
+
+
+def _of_sections(
+    dataset: Repeat | Concatenate, epoch: Epoch, positions: Positions
+) -> Positions:
+    """Return numbers of rows of a dataset that consists of others, one by one."""
+    first, *others = dataset.parents
+    rows = first.length
+    if rows is None:
+        return _of_rows(first, epoch, positions)
+    sections = positions // max(rows, 1)
+    if others:
+        sections = np.minimum(sections, 1)
+    numbers = np.empty_like(positions)
+    for section in np.unique(sections).tolist():
+        here, start = sections == section, section * rows
+        before = section * _known(_count_numbers(first)) if section else 0
+        part, within = first, epoch
+        if isinstance(dataset, Repeat):
+            within, _ = dataset.locate_one(epoch, start)
+        elif section:
+            part = others[0]
+        numbers[here] = before + _of_rows(part, within, positions[here] - start)
+    return numbers
+
+
+def _known(rows: int | None) -> int:
+    """Return a number of rows, or raise an _UnknownRowsError if it is None."""
+    if rows is None:
+        raise _UnknownRowsError
+    return rows

@@ -8,10 +8,10 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpidist.comm.banner import banner, show_once
 from mpidist.comm.cross_device_ops import CrossDeviceOps
 from mpidist.comm.device_info import GpuRequest
 from mpidist.comm.packing import Axis
+from mpidist.comm.replica_group import banner, show_once
 from mpidist.comm.topology import job_size
 from mpidist.context import set_default_strategy
 from mpidist.monitor.statistics import report_at_end

@@ -448,6 +448,17 @@ class Strategy:
             mapping, list or tuple of arrays.
           DTypeError: a dtype that cannot be added up.
 
+        Example:
+          >>> weights = {"w": np.zeros((3, 2)), "b": np.zeros(2)}
+          >>> buckets = strategy.gradient_buckets(weights, "MEAN")
+          >>> def backward():
+          ...     with buckets:
+          ...         buckets.put("w", np.ones((3, 2)))  # as soon as it is computed
+          ...         buckets.put("b", np.full(2, 0.5))
+          ...     return buckets.result["b"]
+          >>> strategy.run(backward).values
+          (array([0.5, 0.5]),)
+          >>> buckets.close()
         """
         return GradientBuckets(self._extended, like, reduce_op, options)
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpidist.errors import ArgumentError, DataError, LaunchError
 from mpidist.util.representation import printable
+from mpidist.util.settings import SETTINGS, TRANSPORTS, Setting, resolve, unknown_names
 
 _LARGEST = (1 << 63) - 1  # of the integers in arrays
 _MOST_RANKS = 1 << 17  # of a plan: each takes some 50 us
@@ -449,9 +452,142 @@ def _require_free(args: argparse.Namespace) -> None:
             args.usage_error(f"{path} is a file of the timeline")
 
 
-def _add_config(commands: Commands) -> None:
-    from mpidist.tools.config import assignment
+class SettingRow(NamedTuple):
+    """One setting.
 
+    Args:
+      name: of the variable, or of what the tuning file says.
+      value: as text.
+      source: "argument", "environment", "tuning file", "default" or "error".
+      meaning: what it does, or what is wrong.
+    """
+
+    name: str
+    value: str
+    source: str
+    meaning: str
+
+
+def assignment(text: str) -> tuple[Setting[Any], Any]:
+    """Return a setting and its value from "NAME=VALUE"."""
+    name, _, value = text.partition("=")
+    setting = next((known for known in SETTINGS if known.name == name), None)
+    if setting is None:
+        reason = unknown_names({name: "?"}).get(name, f"{name!r} is not a setting")
+        raise argparse.ArgumentTypeError(reason)
+    try:
+        return setting, setting.read({name: value})
+    except LaunchError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def setting_rows(
+    given: Mapping[Setting[Any], Any], environ: Mapping[str, str]
+) -> list[SettingRow]:
+    """Return all settings, what the tuning file says, and variables that are none.
+
+    Args:
+      given: values as of a program's arguments.
+      environ: the environment variables.
+    """
+    rows = []
+    for setting in SETTINGS:
+        try:
+            value, source = resolve(setting, given.get(setting), environ)
+        except LaunchError as error:
+            text = setting.text(environ) or ""
+            rows.append(SettingRow(setting.name, text, "error", str(error)))
+            continue
+        shown = setting.default_text if source == "default" else _shown(value)
+        rows.append(SettingRow(setting.name, shown, source, setting.meaning))
+    rows += _tuned(given.get(TRANSPORTS), environ)
+    for name, reason in unknown_names(environ).items():
+        rows.append(SettingRow(name, environ[name], "error", reason))
+    return rows
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, tuple):  # of MPIDIST_LOG
+        level, is_json = value
+        return ",".join([*([level.lower()] if level else []), *["json"] * is_json])
+    if isinstance(value, float):
+        return "for ever" if value == float("inf") else f"{value:g}"
+    return str(value)
+
+
+def _tuned(given: Path | None, environ: Mapping[str, str]) -> list[SettingRow]:
+    """Return a row for each table of the tuning file, or one on the default."""
+    from mpidist.comm.transports.tuning import table_path, tables_in_use
+    from mpidist.util.available_memory import as_text
+
+    if given is not None:
+        environ = {**environ, TRANSPORTS.name: str(given)}
+    path = table_path(environ)
+    try:
+        tables = tables_in_use(environ)
+    except LaunchError as error:
+        return [SettingRow("transports", str(path), "error", str(error))]
+    rows = []
+    for layout, table in tables:
+        nodes = " + ".join(map(str, layout.node_sizes))
+        text = "; ".join(
+            f"{method} by "
+            + ", ".join(
+                f"{name} from {as_text(edge)}" if edge else name
+                for edge, name in entries
+            )
+            for method, entries in table.items()
+        )
+        meaning = f"On nodes of {nodes} ranks, {layout.device}, {layout.mpi}: {path}"
+        rows.append(SettingRow("transports", text, "tuning file", meaning))
+    meaning = f"On all other layouts ({path} has none)."
+    return [*rows, SettingRow("transports", "chosen by the layout", "default", meaning)]
+
+
+def settings_text(rows: list[SettingRow], is_json: bool) -> str:
+    """Return rows as paragraphs for a terminal, or as JSON."""
+    if is_json:
+        return json.dumps([row._asdict() for row in rows], indent=1)
+    lines = []
+    for name, value, source, meaning in rows:
+        lines.append(f"{name} = {value}  ({source})")
+        lines.append(textwrap.indent(textwrap.fill(meaning, 84), "    "))
+    return printable("\n".join(lines), "\n")
+
+
+_PAGE = """# Settings
+
+These environment variables configure mpidist. The order of priority is: arguments in
+the program, environment variables, the tuning file (written by `mpidist tune`),
+defaults. An empty variable counts as not set.
+
+When a strategy is created, an unknown variable that begins with `MPIDIST_`, or an
+invalid value, raises an error on all ranks; the message suggests the nearest name.
+`mpidist config` (or `python -m mpidist config`) prints each value and its origin.
+
+This page is generated by `python -m mpidist config --markdown`.
+
+| variable | values | default | meaning |
+|---|---|---|---|
+"""
+
+
+def settings_page() -> str:
+    """Return docs/settings.md."""
+    rows = []
+    for setting in SETTINGS:
+        meaning = setting.meaning
+        if setting.argument:
+            meaning += f" In a program: `{setting.argument}`."
+        cells = (f"`{setting.name}`", setting.allowed, setting.default_text, meaning)
+        rows.append(f"| {' | '.join(cells)} |\n")
+    readers = "".join(f"- `{s.name}`: `{s.read_by}`\n" for s in SETTINGS)
+    return f"{_PAGE}{''.join(rows)}\n## Where they are read\n\n{readers}"
+
+
+def _add_config(commands: Commands) -> None:
     add = _add_command(commands, _config)
     add("assignments", nargs="*", type=assignment, metavar="NAME=VALUE")
     add("--json", action="store_true", help="print JSON")
@@ -473,14 +609,13 @@ def _config(args: argparse.Namespace) -> int:
     strategy would fail; 2 if the arguments are invalid.
     """
     from mpidist.launch.launchers import is_silent
-    from mpidist.tools.config import as_text, make_rows, manual_page
 
     if args.markdown:
-        print(manual_page(), end="")
+        print(settings_page(), end="")
         return 0
-    rows = make_rows(dict(args.assignments), os.environ)
+    rows = setting_rows(dict(args.assignments), os.environ)
     if not is_silent(os.environ):  # under mpirun one rank is enough
-        print(as_text(rows, args.json))
+        print(settings_text(rows, args.json))
     return int(any(row.source == "error" for row in rows))
 
 

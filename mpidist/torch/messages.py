@@ -25,7 +25,7 @@ from mpidist.torch.flat_tensors import FlatTensor
 from mpidist.torch.works import Work, limit
 
 _SPIN_SECONDS, _PAUSE_SECONDS = 1e-4, 1e-3
-_DTYPES = sorted({str(v) for v in vars(torch).values() if isinstance(v, torch.dtype)})
+_DTYPES = sorted({str(v) for v in vars(torch).values() if type(v) is torch.dtype})
 _HEADER = np.dtype([("dtype", "i8"), ("nbytes", "i8"), ("number", "i8")])
 # Larger ones are not copied behind their header
 _INLINE_BYTES = 16 << 10

@@ -23,7 +23,7 @@ import torch
 from mpidist.comm.consensus.signatures import name_ranks
 from mpidist.errors import ArgumentError, MismatchError
 from mpidist.torch import compat
-from mpidist.util.hashing import hash62
+from mpidist.util.serialization import hash62
 
 # In place of rows, in what ranks exchange; Python's hashes of -1 and -2 are the same
 _UNSTATED, ENDED = -1.0, -3.0

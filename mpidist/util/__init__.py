@@ -1,1 +1,1 @@
-"""General tools without MPI: validation, nested structures, files, threads, buffers."""
+"""General tools: validation, nested structures, files, threads, buffers."""

@@ -14,14 +14,31 @@ from typing import Any
 import numpy as np
 
 from mpidist.util import tracing
-from mpidist.util.durations import BUCKETS, count_buckets
 
 # What ends a step: the highest of these that the program does
 BACKWARD, NEXT, RUN = 1, 2, 3
 
 _MOST_OPERATIONS = 100
 _MOST_UNCOUNTED = 512
+_PER_OCTAVE_BITS = 2  # four buckets for each factor of two
+_BUCKETS = 64 << _PER_OCTAVE_BITS
 _now = time.monotonic_ns
+
+
+def count_buckets(nanoseconds: np.ndarray) -> np.ndarray:
+    """Return the number of durations in each bucket."""
+    mantissas, lengths = np.frexp(nanoseconds)  # in bits
+    rest = np.floor(mantissas * (2 << _PER_OCTAVE_BITS)).astype(int) & 3
+    buckets = (lengths << _PER_OCTAVE_BITS) | rest
+    buckets = np.where(lengths > _PER_OCTAVE_BITS, np.minimum(buckets, _BUCKETS - 1), 0)
+    return np.bincount(buckets, minlength=_BUCKETS)
+
+
+def bucket_seconds(bucket: int) -> tuple[float, float]:
+    """Return the lower and the upper limit of a bucket."""
+    length, rest = bucket >> _PER_OCTAVE_BITS, bucket & 3
+    unit = 2.0 ** (length - 1) / 1e9
+    return unit * (1 + rest / 4), unit * (1 + (rest + 1) / 4)
 
 
 class Durations:
@@ -30,7 +47,7 @@ class Durations:
     def __init__(self) -> None:
         # The statistics, and durations that they do not include yet, as adding one must
         # be quick. Both are replaced at once, so that readers count none twice
-        self._state = (0, 0, np.zeros(BUCKETS, np.int64)), list[int]()
+        self._state = (0, 0, np.zeros(_BUCKETS, np.int64)), list[int]()
 
     def add(self, nanoseconds: int) -> None:
         """Add a duration."""
@@ -205,7 +222,9 @@ class Counters:
             "last_mark": self.last_mark,
             "totals": self._totals(_now()),
             "waiting_for": sorted(self.waiting_for.items()),
-            "histogram": [(i, n) for i, n in enumerate(histogram.tolist()) if n],
+            "histogram": [
+                [*bucket_seconds(i), n] for i, n in enumerate(histogram.tolist()) if n
+            ],
             "operations": [
                 [o.name, o.calls, o.seconds_ns, o.waiting_ns, dict(o.transports)]
                 for o in list(self.operations.values())

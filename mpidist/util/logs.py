@@ -18,6 +18,7 @@ import json
 import logging
 import socket
 import sys
+import warnings
 from typing import Any
 
 from mpidist.util.settings import LOG
@@ -207,3 +208,25 @@ def _log(level: int, room: str, text: str, shown_by: str = "") -> None:
         # Not as a format string: the text may contain "%"
         logger = logging.getLogger(f"{_ROOT}.{room}")
         logger.log(level, "%s", text, stacklevel=3, extra=extra)
+
+
+def warn(text: str, stacklevel: int = 1) -> None:
+    """Issue a RuntimeWarning and log it; if it would raise, only log it.
+
+    `python -W error` makes exceptions of them, and one on one rank alone would leave
+    the others waiting.
+
+    Python shows it on stderr once per line of code, with rank and host at its end;
+    handlers of the application, and JSON lines, get it as a record.
+
+    Args:
+      text: the message.
+      stacklevel: as in `warnings.warn`: 1 is the caller of this function.
+    """
+    try:
+        shown = f"{text} [{rank_and_host()}]"
+        warnings.warn(shown, RuntimeWarning, stacklevel=stacklevel + 1)
+    except Exception:  # -W error, or the program's own `warnings.showwarning`
+        warning("warnings", f"RuntimeWarning: {text}")
+    else:
+        warning("warnings", text, is_shown=True)

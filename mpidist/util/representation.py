@@ -61,3 +61,11 @@ def printable(text: str, kept: str = "") -> str:
 def counted(number: int, word: str, plural: str = "") -> str:
     """Return a number with its noun: `1 row`, `1,000 rows`, `4 batches`."""
     return f"{number:,} {word if number == 1 else plural or word + 's'}"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as text with three digits and a unit, such as "1.25 ms"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import base64
 import ctypes
+import hashlib
 import json
 import mmap
 from collections.abc import Callable
@@ -95,3 +96,13 @@ def _decode(part: Any, give: Callable[[Any], Any]) -> Any:
         return give(rest[0])
     parts = [_decode(value, give) for value in rest[0]]
     return tuple(parts) if kind == "tuple" else parts
+
+
+def hash62(text: str | bytes) -> int:
+    """Return a 62-bit hash of `text`: the sum of two fits into an int64.
+
+    Checkpoints of iterators contain such hashes, so the function must not change.
+    """
+    data = text.encode() if isinstance(text, str) else text
+    hashed = hashlib.blake2b(data, digest_size=8).digest()
+    return int.from_bytes(hashed, "big") >> 2

@@ -203,7 +203,7 @@ BANNER = Setting(
     True,
     _ZERO_OR_ONE,
     "Whether rank 0 prints the hardware, and how the first dataset is divided.",
-    "mpidist.comm.banner",
+    "mpidist.comm.replica_group",
     _switch,
     "1",
 )

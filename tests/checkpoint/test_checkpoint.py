@@ -378,7 +378,7 @@ def test_a_state_that_is_refused_undoes_what_was_restored(
     is_warned = pytest.warns(RuntimeWarning, match="'k/1': the object refused")
     with (
         is_warned if is_earlier_refused else contextlib.nullcontext(),
-        pytest.raises((error, mpidist.RemoteError), match="not this one"),
+        pytest.raises((error, mpidist.errors.RemoteError), match="not this one"),
     ):
         checkpoint.restore(path)
     assert [keeper.state for keeper in keepers] == [1, 2, 3]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.comm.banner import banner
+from mpidist.comm.replica_group import banner
 from mpidist.data.distributed.datasets import summarize
 
 SCRIPT = """

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 import mpidist
+from mpidist.comm.cross_device_ops import MpiAllReduce
 from mpidist.comm.shared_memory import node
 
 KINDS = {
     "base": mpidist.CrossDeviceOps,
-    "mpi": mpidist.MpiAllReduce,
+    "mpi": MpiAllReduce,
     "hierarchical": mpidist.HierarchicalCopyAllReduce,
     "hierarchical, 2 packs": lambda: mpidist.HierarchicalCopyAllReduce(num_packs=2),
     "hierarchical, unpacked": lambda: mpidist.HierarchicalCopyAllReduce(num_packs=0),
@@ -215,7 +216,7 @@ def test_bad_cross_device_ops_on_one_rank_are_refused_on_all(comm):
 
 
 def test_one_object_belongs_to_one_strategy(comm):
-    ops = mpidist.MpiAllReduce()
+    ops = MpiAllReduce()
     with pytest.raises(RuntimeError, match="give this MpiAllReduce to a strategy"):
         ops.reduce("SUM", 1.0, "CPU:0")
     strategy = mpidist.MirroredStrategy(cross_device_ops=ops, communicator=comm)

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import mpidist
 from mpidist import CommunicationOptions
-from mpidist.comm.collectives.outputs import Results
+from mpidist.comm.collectives.plans import Results
 from mpidist.comm.gradient_buckets import divide
 
 SHAPES = {"conv": (3, 3, 8), "w": (400, 300), "b": (300,), "scale": (), "none": (0, 2)}

@@ -100,7 +100,7 @@ MISTAKES = [
     ),
     Mistake(
         "a handle of another process's memory is not closed",
-        "comm/shared_memory/cuda_ipc.py",
+        "comm/transports/ipc.py",
         "runtime.ipcCloseMemHandle(address)",
         "pass",
         (GPU, "-k", "frees_all"),

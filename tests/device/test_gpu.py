@@ -20,7 +20,7 @@ from mpidist.comm.transports.tuning import (
 )
 from mpidist.device import arrays
 from mpidist.device.binding import gpu_count
-from mpidist.device.memory import DeviceBuffer
+from mpidist.device.streams import DeviceBuffer
 
 pytestmark = pytest.mark.gpu
 if gpu_count():

@@ -8,8 +8,15 @@ import pytest
 
 import mpidist
 from mpidist.monitor import statistics as module
-from mpidist.util.counters import BACKWARD, NEXT, RUN, Counters, Durations
-from mpidist.util.durations import bucket_seconds, count_buckets
+from mpidist.util.counters import (
+    BACKWARD,
+    NEXT,
+    RUN,
+    Counters,
+    Durations,
+    bucket_seconds,
+    count_buckets,
+)
 
 
 @pytest.fixture
@@ -147,7 +154,7 @@ def test_what_ends_steps():
     counters.mark(NEXT)
     counters.mark(RUN)
     assert counters.steps == 2
-    assert [count for _, count in counters.snapshot()["histogram"]] == [1]
+    assert [count for *_, count in counters.snapshot()["histogram"]] == [1]
 
 
 def test_durations_are_counted_whenever_one_looks():

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 from mpi4py import MPI
 import mpidist
-from mpidist.resilience import deadlocks
+from mpidist.resilience import watchdog
 
 world = MPI.COMM_WORLD
 rank, x = world.rank, np.ones(3)
@@ -75,13 +75,13 @@ MPI.Finalize()
 """
 # The threads that are needed go on when the watchdogs have asked for them
 SLOW = """
-was_asked, answer = threading.Semaphore(0), deadlocks._answer
+was_asked, answer = threading.Semaphore(0), watchdog._answer
 
 def count(*args):
     answer(*args)
     was_asked.release()
 
-deadlocks._answer = count
+watchdog._answer = count
 
 def wait():
     for _ in range(3):

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import mpidist
-from mpidist.comm.consensus import process_monitor
+from mpidist.comm.consensus import failures
 from mpidist.resilience.watchdog import Watch
 from mpidist.util.settings import hang_seconds
 
@@ -141,13 +141,13 @@ def test_a_process_that_has_ended_is_noticed(monkeypatch):
     command = [sys.executable, "-c", "input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         descriptor = os.pidfd_open(process.pid)
-        monkeypatch.setitem(process_monitor._descriptors, process.pid, descriptor)
-        assert process_monitor.ended({3: process.pid}) == []
+        monkeypatch.setitem(failures._descriptors, process.pid, descriptor)
+        assert failures.ended_processes({3: process.pid}) == []
         process.kill()
         select.select([descriptor], [], [], 600)
-        assert process_monitor.ended({3: process.pid}) == [3]
-        monkeypatch.setattr(process_monitor, "_is_stopped", True)
-        assert process_monitor.ended({3: process.pid}) == []
+        assert failures.ended_processes({3: process.pid}) == [3]
+        monkeypatch.setattr(failures, "_is_stopped", True)
+        assert failures.ended_processes({3: process.pid}) == []
     os.close(descriptor)
 
 
@@ -155,19 +155,19 @@ def test_a_process_that_has_ended_is_noticed(monkeypatch):
 def test_a_process_that_is_stopped_is_known():
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         pids = {2: os.getpid(), 3: process.pid}
-        assert process_monitor.stopped(pids) == []
+        assert failures.stopped_processes(pids) == []
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-        assert process_monitor.stopped(pids) == [3]
+        assert failures.stopped_processes(pids) == [3]
         process.kill()
-    assert process_monitor.stopped(pids) == []  # there is no such process
+    assert failures.stopped_processes(pids) == []  # there is no such process
 
 
 def test_ranks_know_the_processes_of_their_node(comm, strategy):
     pids = comm.allgather(os.getpid())
     others = {rank: pid for rank, pid in enumerate(pids) if rank != comm.rank}
     assert strategy.extended.consensus.pids == others
-    assert process_monitor.ended(others) == []
+    assert failures.ended_processes(others) == []
 
 
 @pytest.mark.slow

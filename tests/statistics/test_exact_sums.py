@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from hypothesis.extra import numpy as some_arrays
 
-from mpidist.statistics.exact_sums import (
+from mpidist.statistics.moments import (
     ExactSums,
     exact_parts,
     exact_squares,

@@ -474,7 +474,7 @@ def test_an_exception_on_one_rank_leaves_nothing(comm, strategy, path, culprit, 
     if comm.size > 1:
         assert info.value.origin_rank == culprit
     if comm.rank != culprit:
-        assert type(info.value.__cause__) is mpidist.RemoteError
+        assert type(info.value.__cause__) is mpidist.errors.RemoteError
     with pytest.raises(mpidist.ContextError, match="closed"):
         writer.append(np.ones(1))
     writer.close()

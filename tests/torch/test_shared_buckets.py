@@ -11,7 +11,7 @@ nn = torch.nn
 F = nn.functional
 
 from mpidist.errors import ArgumentError, MismatchError  # noqa: E402
-from mpidist.torch import DistributedDataParallel, shared_buckets  # noqa: E402
+from mpidist.torch import DistributedDataParallel, process_group  # noqa: E402
 from mpidist.torch.process_group import group_of  # noqa: E402
 
 WIDTH = 20_000  # of which a layer's gradients exceed what travels with a comparison
@@ -156,7 +156,7 @@ def test_models_that_come_and_go(strategy, counted):
 
 
 def test_memory_of_models_that_are_gone_is_freed(strategy, counted, monkeypatch):
-    monkeypatch.setattr(shared_buckets, "_UNUSED_CALLS", 2)
+    monkeypatch.setattr(process_group, "_UNUSED_CALLS", 2)
     operations = group_of(strategy).operations
     for seed in range(8):
         model = DistributedDataParallel(network(seed), strategy)
@@ -168,7 +168,7 @@ def test_memory_of_models_that_are_gone_is_freed(strategy, counted, monkeypatch)
 
 @pytest.mark.parametrize("limit", [0, 10**6])
 def test_a_node_with_too_little_memory(strategy, counted, monkeypatch, limit):
-    monkeypatch.setattr(shared_buckets, "_MOST_BYTES", limit)
+    monkeypatch.setattr(process_group, "_MOST_BYTES", limit)
     check(strategy, DistributedDataParallel(network(), strategy), network())
     assert len(counted) <= STEPS
 

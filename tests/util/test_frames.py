@@ -3,7 +3,7 @@
 import gc
 import threading
 
-from mpidist.util.frames import ThreadFrames
+from mpidist.util.cpython import ThreadFrames
 
 
 class _Ender:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpidist.util.hashing import hash62
+from mpidist.util.serialization import hash62
 
 
 @pytest.mark.parametrize(

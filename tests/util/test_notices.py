@@ -9,7 +9,7 @@ import launching
 import pytest
 from mpi4py import MPI
 
-from mpidist.util import logs, notices
+from mpidist.util import logs
 
 REDUCE = """
 import os, signal, sys, threading, warnings
@@ -125,14 +125,14 @@ strategy.gradient_buckets([np.zeros(3)])
 def test_a_warning_is_a_warning():
     where = f"rank {MPI.COMM_WORLD.rank} {socket.gethostname()}"
     with pytest.warns(RuntimeWarning, match=rf"^a text \[{where}\]$") as caught:
-        notices.warn("a text")
+        logs.warn("a text")
     assert caught[0].filename == __file__
 
 
 def test_a_warning_that_would_raise_is_logged(caplog):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        notices.warn("a text")
+        logs.warn("a text")
     (record,) = caplog.records
     assert record.getMessage() == "RuntimeWarning: a text"
     assert record.levelname == "WARNING"
@@ -140,7 +140,7 @@ def test_a_warning_that_would_raise_is_logged(caplog):
 
 def test_a_warning_is_a_record_too(caplog):
     with pytest.warns(RuntimeWarning):
-        notices.warn("100 %s of it")
+        logs.warn("100 %s of it")
     (record,) = caplog.records
     assert (record.name, record.getMessage()) == ("mpidist.warnings", "100 %s of it")
 

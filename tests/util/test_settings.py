@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpidist
-from mpidist.tools.config import manual_page
+from mpidist.tools.cli import settings_page
 from mpidist.util.settings import (
     BANNER,
     CUDA_AWARE,
@@ -30,7 +30,7 @@ ROOT = PACKAGE.parent
 
 def test_the_page_of_the_manual_is_current():
     """`python -m mpidist config --markdown > docs/settings.md` makes it."""
-    assert (ROOT / "docs" / "settings.md").read_text() == manual_page()
+    assert (ROOT / "docs" / "settings.md").read_text() == settings_page()
 
 
 def test_names_are_sorted_and_unlike():

@@ -1,4 +1,4 @@
-"""What collectives share: their state, and plans, computed once for a kind of call.
+"""What collectives share: state, memory, and plans, made once for a kind of call.
 
 A plan contains the signature that ranks compare, how to send the leaves, and how to
 return the results. A call of a known kind uses its plan without further checks.
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidist.comm.collectives.arguments import check_each, to_arrays
-from mpidist.comm.collectives.outputs import Results
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.shared_memory.symmetric import SymmetricMemory
 from mpidist.comm.transports.selector import TransportSelector
@@ -21,6 +20,8 @@ from mpidist.device import arrays
 from mpidist.device.copies import SmallCopies
 from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpidist.util import nest, validation
+from mpidist.util.available_memory import round_up
+from mpidist.util.buffers import Buffers
 from mpidist.values import Mirrored, PerReplica
 
 OP_TYPES = (str, ReduceOp)  # any other type of reduce_op is an error
@@ -299,3 +300,71 @@ def _kind_along(axes: tuple[int, ...]) -> Kind:
         return (where, leaf.dtype, ndim, rest) if is_whole else None
 
     return kind
+
+
+# From this size on, searching for free memory is cheaper than allocating
+_LARGE_BYTES = 128 << 10
+_BUFFERS = 4
+
+
+class Results:
+    """Allocates arrays; large ones may reuse the memory of earlier results."""
+
+    def __init__(self) -> None:
+        self._buffers = Buffers(_BUFFERS)
+
+    def empty(self, size: int, like: Any, dtype: Any = None) -> Any:
+        """Return an array of one dimension with any contents, on the device of `like`.
+
+        Args:
+          size: the number of elements.
+          like: another array.
+          dtype: None for that of `like`.
+        """
+        dtype = like.dtype if dtype is None else np.dtype(dtype)
+        is_large = size * dtype.itemsize >= _LARGE_BYTES
+        # Only large ones, and only on the host: page faults of new memory cost more
+        # than the reduction, while CuPy has a pool of its own.
+        if is_large and isinstance(like, np.ndarray):
+            return self._buffers.empty((size,), dtype)
+        return arrays.namespace(like).empty(size, dtype)
+
+
+class StepResults(Results):
+    """Allocates the results of one step in one block of memory.
+
+    The system uses large pages for large blocks, which makes access faster.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rest: Any = np.empty(0, np.uint8)
+
+    def begin(self, size_bytes: int, like: Any) -> None:
+        """Begin a step whose results have about `size_bytes` bytes.
+
+        On a GPU, the memory is the current stream's.
+
+        Args:
+          size_bytes: of all results.
+          like: an array on the device of the results.
+        """
+        self._rest = Results.empty(self, size_bytes, like, np.uint8)
+
+    def empty(self, size: int, like: Any, dtype: Any = None) -> Any:
+        """See `Results.empty`."""
+        dtype = like.dtype if dtype is None else np.dtype(dtype)
+        size_bytes = size * dtype.itemsize
+        is_here = isinstance(like, np.ndarray) == isinstance(self._rest, np.ndarray)
+        # More than `begin` reserved, or on another device: separate memory.
+        if size_bytes > self._rest.size or not is_here:
+            return super().empty(size, like, dtype)
+        taken = self._rest[:size_bytes]
+        # The next result begins at a cache line.
+        self._rest = self._rest[round_up(size_bytes) :]
+        return taken.view(dtype)
+
+    def end(self) -> None:
+        """Release the memory: it is freed with its results."""
+        # A view of it keeps the memory of the step alive, hence none.
+        self._rest = np.empty(0, np.uint8)

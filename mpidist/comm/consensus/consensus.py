@@ -52,8 +52,8 @@ from mpidist.comm.consensus.waiting import (
 )
 from mpidist.errors import CollectiveError, ContextError, DeadlineError, MpidistError
 from mpidist.util.forks import FORKED, call_in_child
-from mpidist.util.hashing import hash62
 from mpidist.util.last_resort import MoreStack, add_frames, spare
+from mpidist.util.serialization import hash62
 from mpidist.util.tracebacks import fold
 
 Fields = Sequence[tuple[str, Any]]  # names and values that must be equal on all ranks

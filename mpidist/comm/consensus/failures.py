@@ -1,19 +1,23 @@
-"""Detection of dead ranks with ULFM, MPI's User-Level Failure Mitigation.
+"""Detection of dead ranks: with ULFM, or on this node by their processes.
 
-Under `mpirun --with-ft ulfm`, Open MPI does not end a job when a rank dies. Calls that
-need the dead rank raise, but other ranks would wait for the ranks that raised. So, when
-a rank of a strategy has died, all communicators of the strategy are revoked
-(MPI_Comm_revoke) and waits in shared memory end: all ranks raise. Without ULFM no rank
-is ever found dead, because the launcher ends the job.
+ULFM is MPI's User-Level Failure Mitigation. Under `mpirun --with-ft ulfm`, Open MPI
+does not end a job when a rank dies. Calls that need the dead rank raise, but other
+ranks would wait for the ranks that raised. So, when a rank of a strategy has died, all
+communicators of the strategy are revoked (MPI_Comm_revoke) and waits in shared memory
+end: all ranks raise. Without ULFM the launcher ends the job, some launchers late: the
+watchdog looks for processes on this node that have ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import select
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -259,3 +263,68 @@ class FailureDetector:
         while not self.ranks and time.monotonic() < end:
             time.sleep(_PAUSE_SECONDS)
             FailureDetector.poll()
+
+
+_NAMESPACE = "/proc/self/ns/pid"
+_descriptors: dict[int, int] = {}  # by process id
+_is_stopped = False
+
+
+def monitor_processes(comm: MPI.Intracomm, node: MPI.Intracomm) -> dict[int, int]:
+    """Return the process ids of the other ranks of a node, by their rank. Collective.
+
+    An empty dict if they cannot be monitored: not on Linux >= 5.3, or ranks are in
+    containers with separate process namespaces.
+
+    Args:
+      comm: the communicator of the rank numbers.
+      node: the ranks that share memory with this one.
+    """
+    namespace, own = 0, os.getpid()
+    if hasattr(os, "pidfd_open"):
+        with contextlib.suppress(OSError):
+            namespace = os.stat(_NAMESPACE).st_ino
+    everyone = np.empty((node.Get_size(), 3), np.int64)
+    node.Allgather(np.array([comm.Get_rank(), own, namespace]), everyone)
+    if namespace == 0 or (everyone[:, 2] != namespace).any():
+        return {}
+    pids = {rank: pid for rank, pid, _ in everyone.tolist() if pid != own}
+    try:
+        for pid in pids.values():
+            if pid not in _descriptors:  # while it is open, the number is not reused
+                _descriptors[pid] = os.pidfd_open(pid)
+    except OSError:  # not allowed, or too many
+        return {}
+    return pids
+
+
+def ended_processes(pids: dict[int, int]) -> list[int]:
+    """Return the ranks whose processes have ended, given what is monitored.
+
+    None after `expect_exits`.
+    """
+    if _is_stopped:
+        return []
+    ranks = {_descriptors[pid]: rank for rank, pid in pids.items()}
+    poll = select.poll()
+    for descriptor in ranks:
+        poll.register(descriptor, select.POLLIN)
+    return sorted(ranks[descriptor] for descriptor, _ in poll.poll(0))
+
+
+def stopped_processes(pids: dict[int, int]) -> list[int]:
+    """Return the ranks whose processes are stopped, by SIGSTOP or a debugger."""
+    halted = []
+    for rank, pid in pids.items():
+        with contextlib.suppress(OSError):
+            # The state follows the name, which may contain anything: proc(5)
+            state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            if state and state[0] in (b"T", b"t"):
+                halted.append(rank)
+    return sorted(halted)
+
+
+def expect_exits() -> None:
+    """From now on, treat process exits as normal: the program is shutting down."""
+    global _is_stopped
+    _is_stopped = True

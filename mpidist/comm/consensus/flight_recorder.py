@@ -40,7 +40,7 @@ from mpidist.comm.consensus.signatures import CallSignature, is_own_code
 from mpidist.util import tracing
 from mpidist.util.counters import Counters, Operation
 from mpidist.util.forks import call_in_child
-from mpidist.util.notices import warn
+from mpidist.util.logs import warn
 from mpidist.util.settings import DUMPS
 
 _MOST_KINDS = 4096  # as many as `calls.digest` caches

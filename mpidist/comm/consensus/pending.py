@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from mpidist.comm.consensus.signatures import call_site
 from mpidist.util.forks import call_in_child
-from mpidist.util.hashing import hash62
+from mpidist.util.serialization import hash62
 
 T = TypeVar("T")
 

@@ -1,7 +1,8 @@
-"""Signatures of calls, which ranks compare, and messages about differences."""
+"""Signatures of calls, which ranks compare, and how they differ; tags of messages."""
 
 from __future__ import annotations
 
+import enum
 import functools
 import os
 import pickle
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 from mpidist.errors import CollectiveError, RemoteError
 from mpidist.util import nest
-from mpidist.util.hashing import hash62
+from mpidist.util.serialization import hash62
 
 _BITS = (1 << 62) - 1
 _ODD = 0x1E3779B97F4A7C15  # multiplication by it permutes the numbers of 62 bits
@@ -198,3 +199,23 @@ def name_ranks(ranks: Sequence[int]) -> str:
     """Return "rank 1" or "ranks 0, 2"; lists only the first of many."""
     shown = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+@enum.unique
+class Tag(enum.IntEnum):
+    """The tags of this library's messages: each is for one purpose.
+
+    A rank that looks for messages with one tag must not receive others: most of these
+    share the communicator of a strategy.
+    """
+
+    ANNOUNCEMENT = 1  # `consensus.waiting`: where a rank waits
+    DEPARTURE = 2  # the same: why a rank has left
+    PROBE = 3  # `resilience.watchdog`
+    BLOCK_PART = 4  # `transports.blocks`
+    BLOCK_TOTAL = 5
+    RING = 6  # `transports.ring`, between nodes
+    RING_IN_NODE = 7
+    PIECE = 9  # `transports.mpi`: of large arrays, from each rank to each
+    MEETING = 8  # `consensus.waiting`: at the end of the program
+    CLOCK = 10  # `monitor.timeline`

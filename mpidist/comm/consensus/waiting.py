@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist.comm.consensus.failures import FailureDetector
-from mpidist.comm.consensus.tags import Tag
+from mpidist.comm.consensus.signatures import Tag
 from mpidist.errors import CollectiveError, DeadlineError, DivergenceError
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""Memory that the ranks of a node share, on the host and on GPUs."""
+"""Memory that the ranks of a node share, on the host."""

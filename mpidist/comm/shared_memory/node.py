@@ -30,7 +30,7 @@ from mpidist.comm.topology import Topology
 from mpidist.errors import ArgumentError, LaunchError
 from mpidist.util.available_memory import LINE_BYTES, as_text, free_bytes, round_up
 from mpidist.util.buffers import Field, Storage, make_arrays
-from mpidist.util.notices import warn
+from mpidist.util.logs import warn
 
 # Given what limits memory most, and how many bytes are free there, raises if these are
 # too few

@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist.comm import arithmetic, packing
-from mpidist.comm.consensus.tags import Tag
+from mpidist.comm.consensus.signatures import Tag
 from mpidist.comm.consensus.waiting import abandon
 from mpidist.comm.transports.base import MESSAGE_BYTES, MOST_RANKS
 

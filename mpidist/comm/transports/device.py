@@ -15,8 +15,7 @@ from mpidist.comm import packing
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.transports.mpi import MpiTransport
 from mpidist.device import arrays, kernels
-from mpidist.device.memory import DeviceBuffer, is_plain
-from mpidist.device.streams import Order, assign
+from mpidist.device.streams import DeviceBuffer, Order, assign, is_plain
 
 _BLOCK_BYTES = 16 << 20
 # Parts begin with cache lines of their own

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from mpidist.comm import packing
 from mpidist.comm.consensus.comparison import SharedMemoryComparison
 from mpidist.comm.consensus.consensus import Consensus
-from mpidist.comm.consensus.tags import Tag
+from mpidist.comm.consensus.signatures import Tag
 from mpidist.comm.transports.base import Transport
 
 # MPI libraries before MPI-4 count in 32 bits, and some fail far below that limit

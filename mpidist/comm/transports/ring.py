@@ -17,7 +17,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpidist.comm.consensus.consensus import Consensus
-from mpidist.comm.consensus.tags import Tag
+from mpidist.comm.consensus.signatures import Tag
 from mpidist.comm.transports.blocks import InFlight, pieces_of
 from mpidist.comm.transports.mpi import MpiTransport, bytes_of
 

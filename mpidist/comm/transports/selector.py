@@ -9,11 +9,10 @@ from mpidist.comm.consensus.barrier import NodeBarrier
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.device_info import GpuFacts
-from mpidist.comm.shared_memory.cuda_ipc import share_buffers
 from mpidist.comm.transports.base import Transport
 from mpidist.comm.transports.device import DeviceMpiTransport, DeviceTransport
 from mpidist.comm.transports.hierarchical import HierarchicalTransport
-from mpidist.comm.transports.ipc import SLOTS, IpcTransport
+from mpidist.comm.transports.ipc import SLOTS, IpcTransport, share_buffers
 from mpidist.comm.transports.mpi import MpiTransport
 from mpidist.comm.transports.nccl import NcclTransport, connect
 from mpidist.comm.transports.ordered import OrderedTransport

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpidist.comm.banner import show_once
 from mpidist.comm.consensus.signatures import CallSignature, name_ranks
+from mpidist.comm.replica_group import show_once
 from mpidist.data.contents import describe_contents
 from mpidist.data.dataset import (
     Dataset,
@@ -31,7 +31,7 @@ from mpidist.data.elements import dtype_text
 from mpidist.data.iter_dataset import UNKNOWN_CARDINALITY, IterDataset
 from mpidist.data.iterator import EpochCounter, Origin, draw_numbers
 from mpidist.data.map_dataset import Epoch, MapDataset, drawn_seeds, walk
-from mpidist.data.row_numbers import is_reshuffled
+from mpidist.data.ordering import is_reshuffled
 from mpidist.data.shuffling import Seed
 from mpidist.data.sources import IndexedSource
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
@@ -44,7 +44,7 @@ from mpidist.hdf5.linked_files import (
 from mpidist.options import AutoShardPolicy, InputOptions
 from mpidist.util import near_misses, nest, validation
 from mpidist.util.available_memory import free_bytes
-from mpidist.util.notices import warn
+from mpidist.util.logs import warn
 from mpidist.util.representation import html_table, one_line
 from mpidist.util.shares import BatchShare, even_sizes, largest_share
 from mpidist.util.tracebacks import fold

@@ -23,11 +23,15 @@ from mpidist.data.distributed.reader import (
     start_reader,
 )
 from mpidist.data.distributed.shared_caches import reorder
-from mpidist.data.elements import dtype_text
-from mpidist.data.iterator import EpochCounter, make_state, read_state, seed_names
+from mpidist.data.elements import dtype_text, spec_of
+from mpidist.data.iterator import (
+    EpochCounter,
+    Optional,
+    make_state,
+    read_state,
+    seed_names,
+)
 from mpidist.data.map_dataset import Epoch
-from mpidist.data.optional import Optional
-from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError, DataError, MismatchError, OutOfRangeError
 from mpidist.util import nest
 from mpidist.util.counters import NEXT

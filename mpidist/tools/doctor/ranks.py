@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpidist.comm.banner import banner
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.comm.device_info import GpuFacts, GpuRequest
-from mpidist.comm.replica_group import ReplicaGroup
+from mpidist.comm.replica_group import ReplicaGroup, banner
 from mpidist.comm.topology import Topology
 from mpidist.comm.transports.tuning import short_name
 from mpidist.device import arrays

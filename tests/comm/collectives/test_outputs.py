@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpidist.comm.collectives.outputs import Results, StepResults
+from mpidist.comm.collectives.plans import Results, StepResults
 from mpidist.util.available_memory import LINE_BYTES
 
 LIKE = np.zeros(3, "f4")

@@ -9,6 +9,7 @@ from collective_calls import in_replica
 
 import mpidist
 from mpidist import CommunicationOptions
+from mpidist.comm.cross_device_ops import MpiAllReduce
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 UFUNCS = {"MIN": np.minimum, "MAX": np.maximum, "PRODUCT": np.multiply}
@@ -189,7 +190,7 @@ class Same(mpidist.CrossDeviceOps):
 @pytest.mark.parametrize(
     "make",
     [
-        mpidist.MpiAllReduce,
+        MpiAllReduce,
         mpidist.HierarchicalCopyAllReduce,
         mpidist.ReductionToOneDevice,
         Same,

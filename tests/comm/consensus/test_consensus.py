@@ -20,8 +20,7 @@ from mpidist.comm.consensus import consensus as module
 from mpidist.comm.consensus import waiting
 from mpidist.comm.consensus.comparison import SharedMemoryComparison
 from mpidist.comm.consensus.consensus import Consensus
-from mpidist.comm.consensus.signatures import CallSignature
-from mpidist.comm.consensus.tags import Tag
+from mpidist.comm.consensus.signatures import CallSignature, Tag
 from mpidist.util import nest
 
 # What pickle raises for a function without a name of its own, by Python's version
@@ -98,7 +97,7 @@ def test_one_ranks_error_is_raised_on_all(comm, consensus, culprit):
     if comm.size > 1:
         assert info.value.origin_rank == culprit
     if error is None:
-        assert type(info.value.__cause__) is mpidist.RemoteError
+        assert type(info.value.__cause__) is mpidist.errors.RemoteError
         assert f"on rank {culprit}:\nKeyError: 'lost'" in str(info.value.__cause__)
     assert consensus.gather_objects("next", lambda: 1) == [1] * comm.size
 
@@ -116,7 +115,7 @@ def test_an_error_that_cannot_be_sent_is_quoted_to_the_others(comm, consensus):
         pass
 
     error = LocalError("no room") if comm.rank == 0 else None
-    with pytest.raises(LocalError if error else mpidist.RemoteError) as info:
+    with pytest.raises(LocalError if error else mpidist.errors.RemoteError) as info:
         consensus.require_same(CallSignature("step"), error)
     assert error or str(info.value).endswith("LocalError: no room")
 

@@ -8,7 +8,7 @@ import pytest
 
 import mpidist
 from mpidist.comm.consensus import waiting
-from mpidist.comm.consensus.tags import Tag
+from mpidist.comm.consensus.signatures import Tag
 from mpidist.comm.transports.mpi import MpiTransport
 
 BEGIN = """

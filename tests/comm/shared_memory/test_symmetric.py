@@ -285,7 +285,7 @@ def test_too_little_memory_is_an_error_on_all(comm, strategy, monkeypatch, culpr
     comm.Barrier()
     if comm.rank == culprit % comm.size:
         monkeypatch.setattr(node.mmap, "mmap", fail)
-    with pytest.raises((OSError, mpidist.RemoteError), match="no mapping"):
+    with pytest.raises((OSError, mpidist.errors.RemoteError), match="no mapping"):
         strategy.symmetric_like(np.zeros(10_000))
     comm.Barrier()
     assert shared_files() == []

@@ -13,12 +13,11 @@ import pytest
 
 import mpidist
 from mpidist.comm.device_info import GpuFacts, Support, why_no_nccl
-from mpidist.comm.shared_memory import cuda_ipc
-from mpidist.comm.transports import device
+from mpidist.comm.transports import device, ipc
 from mpidist.comm.transports.mpi import MpiTransport
 from mpidist.comm.transports.nccl import NcclTransport, connect
 from mpidist.comm.transports.selector import DeviceTransports, choose
-from mpidist.device import kernels, memory
+from mpidist.device import kernels, streams
 from mpidist.device.binding import GpuIdentity, nccl_version
 
 GPU = GpuIdentity("node1", "0000:3b:00.0", "ab12", "H100", 13000)
@@ -269,11 +268,11 @@ def test_memory_that_one_gpu_cannot_share_is_missing(
     monkeypatch.setattr(kernels, "load", load)
     array = np.zeros(64, "u1")
     own = types.SimpleNamespace(array=OnGpu(array))
-    monkeypatch.setattr(cuda_ipc, "DeviceBuffer", lambda size: own)
+    monkeypatch.setattr(ipc, "DeviceBuffer", lambda size: own)
     cupy.cuda.runtime.deviceSynchronize = lambda: None
     cupy.cuda.runtime.ipcGetMemHandle = lambda address: b"handle"
     reason = f"rank {consensus.size - 1}: {error}"
-    assert cuda_ipc.share_buffers(consensus, 64) == (None, reason)
+    assert ipc.share_buffers(consensus, 64) == (None, reason)
 
 
 class OnGpu:
@@ -307,7 +306,7 @@ def test_memory_that_one_rank_cannot_unmap_is_an_error_on_all(
     cupy.ndarray = lambda shape, dtype, memptr: np.zeros(shape, dtype)
     own = types.SimpleNamespace(array=OnGpu(np.zeros(64, "u1")))
     others = {r: 100 + r for r in range(consensus.size) if r != consensus.rank}
-    buffers = cuda_ipc.IpcBuffers(consensus, own, dict(others))
+    buffers = ipc.IpcBuffers(consensus, own, dict(others))
     transports = make_transports(consensus)
     transports._ipc = buffers
     with pytest.raises(mpidist.CollectiveError, match=f"rank {last}: CUDA says 700"):
@@ -323,7 +322,7 @@ def test_memory_that_cupy_keeps_is_given_back(cupy, frees):
     class Memory:
         def __init__(self, size):
             if held[0]:
-                raise CUDARuntimeError(memory.ERROR_MEMORY_ALLOCATION)
+                raise CUDARuntimeError(streams.ERROR_MEMORY_ALLOCATION)
             self.size = size
 
     def free_all_blocks():
@@ -334,7 +333,7 @@ def test_memory_that_cupy_keeps_is_given_back(cupy, frees):
         free_all_blocks=free_all_blocks
     )
     if frees:
-        assert memory._allocate(1000).size == 1000
+        assert streams._allocate(1000).size == 1000
     else:
         with pytest.raises(CUDARuntimeError, match="CUDA says 2"):
-            memory._allocate(1000)
+            streams._allocate(1000)

@@ -16,11 +16,10 @@ from node_barriers import make_node_barrier
 
 import mpidist
 from mpidist.comm.consensus.consensus import Consensus
-from mpidist.comm.shared_memory.cuda_ipc import share_buffers
 from mpidist.comm.transports import blocks
 from mpidist.comm.transports.device import DeviceMpiTransport, DeviceTransport
 from mpidist.comm.transports.hierarchical import HierarchicalTransport
-from mpidist.comm.transports.ipc import SLOTS, IpcTransport
+from mpidist.comm.transports.ipc import SLOTS, IpcTransport, share_buffers
 from mpidist.comm.transports.mpi import MpiTransport
 from mpidist.comm.transports.nccl import connect
 from mpidist.comm.transports.ordered import OrderedTransport
