@@ -378,7 +378,6 @@ class Checkpoint(Tracked):
 
 
 def _require_name(name: str) -> None:
-    """Raise an ArgumentError for a name that no object can have."""
     if name == _COUNTER or hasattr(Checkpoint, name):
         raise ArgumentError(f"an object of a Checkpoint cannot be named {name!r}")
     # Raises for a name that HDF5 cannot store, here instead of at the first save.

@@ -704,7 +704,6 @@ def _refuse(index: Path, newest: Saved, why: str) -> NoReturn:
 
 
 def _is_held(path: Path) -> bool:
-    """Return whether this process holds the lock on a file."""
     try:
         status = path.stat()
         return any(os.path.samestat(status, os.fstat(one)) for one in list(locked))

@@ -204,7 +204,6 @@ def parse(data: bytes) -> Header:
 
 
 def _require_order(header: Header, end: int) -> None:
-    """Raise if blocks overlap, or exceed the file."""
     # Ascending and disjoint; so the sizes cannot add up to more than the file.
     for offset, size, _ in header.data:
         if offset < end or size < 1:
@@ -235,7 +234,6 @@ def _writer(value: Any) -> tuple[str, int] | None:
 
 
 def _file_name(value: Any) -> str:
-    """Return the name of a file if it is one in the same directory."""
     # A name with a path could refer to a file outside the directory.
     if type(value) is not str or "/" in value or value.strip(".") == "":
         raise ValueError(f"its header has {value!r} where a file's name belongs")

@@ -408,7 +408,6 @@ class CheckpointManager:
         )
 
     def _warn(self, error: Exception) -> None:
-        """Warn once that a checkpoint is skipped. On rank 0."""
         if str(error) not in self._warned:
             self._warned.add(str(error))
             directories.warn_skipped(error)
@@ -427,7 +426,6 @@ class CheckpointManager:
             self._preserved = record
 
     def _is_preserved(self, saved: Saved) -> bool:
-        """Return whether a checkpoint is preserved for its hours."""
         return saved.serial <= self._preserved[0] and not self._is_nth(saved)
 
     def _is_nth(self, saved: Saved) -> bool:
@@ -504,7 +502,6 @@ def _last_preserved(existing: list[Saved]) -> tuple[int, float] | None:
 
 
 def _files_of(index: str) -> list[Path]:
-    """Return the existing files of a checkpoint; the index only, if it is damaged."""
     try:
         names = [shard.name for shard in read_header(Path(index)).shards]
     except CheckpointError:

@@ -191,7 +191,6 @@ class _Reader:
     def _plain_leaf(
         self, dataset: h5py.Dataset, path: str, kind: str, role: str
     ) -> Leaf:
-        """Return the leaf of a dataset of this file."""
         dtype, shape = _dtype_and_shape(dataset)
         size = math.prod(shape) * dtype.itemsize
         offset = contiguous_offset(dataset) or 0
@@ -226,7 +225,6 @@ class _Reader:
     def _split_leaf(
         self, dataset: h5py.Dataset, path: str, kind: str, role: str
     ) -> Leaf:
-        """Return the leaf of a dataset whose parts are in shards."""
         dtype, shape = _original(dataset, dataset.dtype, dataset.shape)
         pieces = self._pieces(path, dtype.itemsize)
         leaf = Leaf(kind, dtype, shape, None, pieces, role)
@@ -238,7 +236,6 @@ class _Reader:
         return leaf
 
     def _in_shard(self, name: str, path: str) -> Node:
-        """Return the node at the same path of a shard."""
         node: Node = self._shards[name]
         for part in path.strip("/").split("/"):
             if not isinstance(node, Group):
@@ -281,7 +278,6 @@ def _has_foreign_floats(kind: Any) -> bool:
 
 
 def _attributes(node: Any) -> tuple[str, str]:
-    """Return the kind and role of a group or dataset."""
     return str(node.attrs["kind"]), str(node.attrs.get("role", ""))
 
 
@@ -319,7 +315,6 @@ def _original(
 def _dtype_and_shape(
     dataset: h5py.Dataset,
 ) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Return the dtype and shape of the array that the dataset stores."""
     if dataset.shape is None:
         return np.dtype(np.uint8), (0,)
     if (
@@ -371,7 +366,6 @@ def load(
 
 
 def _read(directory: Path, leaf: Leaf, pieces: Sequence[Piece]) -> Any:
-    """Return a new array for a leaf, with some of its pieces."""
     array = np.empty(leaf.shape, leaf.dtype)
     flat = array.reshape(-1).view(np.uint8)
     for piece in pieces:

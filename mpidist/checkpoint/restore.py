@@ -146,7 +146,6 @@ class RestorePlan:
         return self._match(value, node, path)
 
     def _is_same(self, a: Node, b: Node) -> bool:
-        """Return whether two nodes have the same values, as far as they were read."""
         if isinstance(a, Leaf) and isinstance(b, Leaf):
             if (a.kind, a.dtype, a.shape, a.type) != (b.kind, b.dtype, b.shape, b.type):
                 return False
@@ -190,7 +189,6 @@ class RestorePlan:
                 deferred.compute()
 
     def _match(self, value: Any, node: Node, path: Path) -> Change:
-        """Match one place; see `match`."""
         # The order matters: several of these tests may hold for one value.
         if isinstance(value, Variable):
             return self._variable(value, node, path)
@@ -359,7 +357,6 @@ class RestorePlan:
         return change_component
 
     def _children(self, value: Any, node: Node, path: Path) -> Change:
-        """Match the children of a container, by name or by position."""
         children = children_of(value, path) or {}
         is_dict = isinstance(value, Mapping | Tracked)
         kinds = ("dict", "dict of int") if is_dict else ("list", "tuple")
@@ -413,7 +410,6 @@ class RestorePlan:
     def _decoded(
         self, node: Node, path: Path, is_local: bool = False, similar: Any = None
     ) -> Callable[[], Any]:
-        """Return a function that decodes a node, after its arrays were read."""
         # Registered now, read after all objects have matched.
         self._need(node, is_local)
         return lambda: decode(node, self.values, similar)
@@ -461,7 +457,6 @@ def _twin_of(value: Any) -> Any:
 
 
 def _describe(node: Node | None) -> str:
-    """Describe a node, for messages."""
     if node is None:
         return "nothing with that name in the file"
     if isinstance(node, Leaf):
@@ -474,14 +469,12 @@ def _describe(node: Node | None) -> str:
 
 
 def _describe_value(value: Any) -> str:
-    """Describe an object, for messages."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"an array of {value.dtype} {tuple(value.shape)}"
     return f"a {type(value).__name__}"
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
-    """Return whether a nest contains only numbers, text and None."""
     if not is_container(value):
         return bool(scalar_kind(value))
     elements = value.values() if isinstance(value, Mapping) else value

@@ -462,7 +462,6 @@ class Saving:
             self.thread.begin(self._work)
 
     def _work(self) -> None:
-        """Write what this rank writes; keep errors."""
         try:
             self.write_shard()
         except BaseException as error:
@@ -565,7 +564,6 @@ class Saving:
             self._remove_older()
 
     def _publish(self, file: AtomicFile) -> None:
-        """Give the index its name."""
         assert self.before is not None
         for name in self.shard_names:  # nobody has removed one meanwhile
             os.stat(self.index.with_name(name))
@@ -639,7 +637,6 @@ class Copies:
             nodes[path] = dataclasses.replace(node, array=array)
 
     def _copy(self, path: NodePath, array: Any) -> Any:
-        """Return a copy of a NumPy array."""
         buffer = self._buffers.get(path)
         if buffer is None or (buffer.dtype, buffer.shape) != (array.dtype, array.shape):
             buffer = self._buffers[path] = np.empty(array.shape, array.dtype)

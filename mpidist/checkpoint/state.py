@@ -208,7 +208,6 @@ def has_attributes(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    """Return whether `value` is an array of any library, and no number."""
     if isinstance(value, np.generic | type):
         return False
     is_other = hasattr(value, "__dlpack__") or arrays.is_jax_array(value)
@@ -683,7 +682,6 @@ def join_ranks(
 
 
 def _below(path: Path, rank: int, nodes: Nodes) -> Nodes:
-    """Return the nodes of one rank's state with the rank in their paths."""
     return {(*path, str(rank), *p[len(path) :]): node for p, node in nodes.items()}
 
 

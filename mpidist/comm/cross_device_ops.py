@@ -304,13 +304,11 @@ class MpiAllReduce(CrossDeviceOps):
 
 
 def _own(array: Any) -> Any:
-    """Return a writable array; the components of `Mirrored` are read-only."""
     is_read_only = isinstance(array, np.ndarray) and not array.flags.writeable
     return array.copy() if is_read_only else array
 
 
 def _values_of(pairs: Pairs) -> list[Any]:
-    """Return the values of `(value, destinations)` pairs, which are checked."""
     if not isinstance(pairs, list | tuple):
         raise ArgumentError(
             f"value_destination_pairs must be a list, not {validation.shown(pairs)}"
@@ -536,7 +534,6 @@ class ReductionToOneDevice(MpiAllReduce):
 def _with_packs(
     options: CommunicationOptions, num_packs: int, values: Sequence[Any]
 ) -> CommunicationOptions:
-    """Return options with the pack size that gives `num_packs` packs."""
     # The user's own pack size comes first.
     if options.bytes_per_pack or num_packs == 1:
         return options
@@ -546,7 +543,6 @@ def _with_packs(
 
 
 def _replica_on(device: int | str | None, devices: Sequence[str]) -> int:
-    """Return the number of the replica on `device`."""
     if device is None:
         return 0
     if isinstance(device, int) and 0 <= device < len(devices):

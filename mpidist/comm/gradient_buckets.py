@@ -85,7 +85,6 @@ def divide(
 
 
 def _count_fitting(sizes: Sequence[int], limit: int) -> int:
-    """Return how many of the first sizes fit a limit in total; at least 1."""
     fitting = [total for total in itertools.accumulate(sizes) if total <= limit]
     return max(len(fitting), min(len(sizes), 1))
 
@@ -306,7 +305,6 @@ class _Sides:
         return len(self._sides)
 
     def recorders(self) -> list[Recorder]:
-        """Return the communicators of all sides."""
         return [side.consensus.recorder for side in self._sides]
 
     def take(self, group: ReplicaGroup, owner: Any) -> _Side:

@@ -381,7 +381,6 @@ class ReplicaGroup:
 
     @property
     def _gpu_index(self) -> int | None:
-        """The number of this rank's GPU; None if it computes on the CPU."""
         kind, _, index = self.device.partition(":")
         return int(index) if kind == "GPU" else None
 

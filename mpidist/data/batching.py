@@ -201,7 +201,6 @@ class Batch(MapTransformation):
         return self._count(self._parent.length, i)
 
     def _count(self, rows: int | None, i: int) -> int:
-        """Return the number of rows of batch `i` if the parent has `rows` rows."""
         # An endless parent has no short last batch.
         rest = self._batch_size if rows is None else rows - i * self._batch_size
         return min(self._batch_size, rest)

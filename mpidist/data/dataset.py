@@ -255,11 +255,9 @@ class Dataset(metaclass=_DatasetType):
         )
 
     def _append(self, step: Callable[..., Any], *arguments: Any) -> Dataset:
-        """Return the dataset with one more transformation."""
         return self._with_pipeline(transform(self._pipeline, step, *arguments))
 
     def _append_iter(self, step: Callable[..., Any], *arguments: Any) -> Dataset:
-        """Return the dataset with one more transformation of an iterable dataset."""
         return self._with_pipeline(step(to_iter_dataset(self._pipeline), *arguments))
 
     def map(
@@ -676,7 +674,6 @@ DatasetLike = Dataset | Iterable[Any] | Callable[[], Iterable[Any]]
 
 
 def _structure(args: tuple[Any, ...], datasets: Any) -> Any:
-    """Return the structure of datasets passed to `Dataset.zip`."""
     if args and datasets is not None:
         raise ArgumentTypeError("zip takes its datasets in order or by name, not both")
     if args:
@@ -704,7 +701,6 @@ def _refuse_lists(datasets: Any) -> None:
 
 
 def _common_options(datasets: Sequence[Dataset]) -> Options:
-    """Return the options of datasets that are read together."""
     policies = {dataset._options.auto_shard_policy for dataset in datasets}
     if len(asked := policies - {AutoShardPolicy.AUTO}) > 1:
         names = " and ".join(sorted(policy.name for policy in asked))
@@ -736,7 +732,6 @@ def as_dataset(value: Any, call: str) -> Dataset:
 
 
 def _check_torch(value: Any, call: str) -> None:
-    """Refuse datasets of PyTorch, and DataLoaders that differ from rank to rank."""
     data = sys.modules["torch.utils.data"]
     instead = "mpidist.torch.from_dataset(dataset).shuffle(seed=0).batch(n)"
     if isinstance(value, data.Dataset):

@@ -158,7 +158,6 @@ class GeneratorDataset(IterDataset):
         )
 
     def _start(self) -> Iterator[Any]:
-        """Return a new iterator."""
         source = self._generator
         elements = iter(source() if callable(source) else source)
         if elements is self._last:
@@ -270,7 +269,6 @@ def count_rows(batch: Any, call: str = "") -> int:
 
 
 def _require_source(generator: Any) -> None:
-    """Raise if `generator` cannot be iterated over repeatedly."""
     if callable(generator):
         return
     # The iteration order of a set differs between ranks

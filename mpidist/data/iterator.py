@@ -175,7 +175,6 @@ def read_state(
 
 
 def _require_integers(state: Any, names: Sequence[str]) -> dict[str, int]:
-    """Return the integers of a state; raise if they are not valid."""
     # State may come from JSON, so check everything before it is used.
     if not isinstance(state, Mapping):
         raise ArgumentTypeError(
@@ -217,7 +216,6 @@ def _require_integer(name: str, value: Any) -> int:
 def _differences(
     saved: Origin, current: Origin, pipeline: MapDataset | IterDataset
 ) -> list[str]:
-    """Describe the differences, in words; empty if there are none."""
     if saved.replicas != current.replicas:
         return [
             f"its batches are {_division(saved)}, but here they are "
@@ -401,7 +399,6 @@ class DatasetIterator:
         self._elements = read_ahead(elements, self._ahead) if self._ahead else elements
 
     def _skip(self, steps: int) -> None:
-        """Skip the first elements of an iterable dataset."""
         try:
             passed = sum(1 for _ in itertools.islice(self._elements, steps))
             if passed < steps:
@@ -414,7 +411,6 @@ class DatasetIterator:
             raise
 
     def _recover(self, error: BaseException) -> None:
-        """Prepare for another call after an error."""
         self.close()
         # A generator is exhausted by its own exception; an index can be read again.
         if isinstance(self._pipeline, IterDataset):

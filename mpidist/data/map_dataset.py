@@ -313,7 +313,6 @@ class MapTransformation(MapDataset):
         return self._with_parent(change(self._parent))
 
     def _with_parent(self, parent: MapDataset) -> MapDataset:
-        """Return the same transformation of another parent."""
         transformation = copy.copy(self)
         transformation._parent = parent
         return transformation

@@ -96,7 +96,6 @@ class Shuffle(MapTransformation):
         return layout, self._window_chunks or layout.default_block_chunks
 
     def _key(self, epoch: Epoch) -> tuple[int, int]:
-        """Return the seed and the epoch number of the permutation."""
         seed = epoch.seeds.get(self.seed, self.seed.number)
         # Without reshuffling every epoch has the order of epoch 0.
         return seed, epoch.number if self.reshuffle else 0

@@ -105,7 +105,6 @@ def count(dataset: Any) -> int | None:
 
 
 def _count_numbers(dataset: MapDataset) -> int | None:
-    """Like `count`, of a dataset of rows."""
     if not is_shuffled(dataset):
         return dataset.length
     if isinstance(dataset, Repeat | Concatenate):
@@ -126,7 +125,6 @@ def _count_sections(
 
 
 def _of_rows(dataset: MapDataset, epoch: Epoch, positions: Positions) -> Positions:
-    """Return the numbers of the rows at some positions."""
     if not is_shuffled(dataset):
         return positions
     if isinstance(dataset, Repeat | Concatenate):
@@ -163,7 +161,6 @@ def _of_sections(
 
 
 def _known(rows: int | None) -> int:
-    """Return a number of rows, or raise an UnknownRowsError if it is None."""
     if rows is None:
         raise UnknownRowsError
     return rows

@@ -109,7 +109,6 @@ class Permutation:
             )
 
     def _sides(self) -> tuple[np.uint64, np.uint64]:
-        """Return a and b."""
         # a is about the square root, so both halves get about the same number of bits.
         a = math.isqrt(self.length - 1) + 1
         return np.uint64(a), np.uint64(-(-self.length // a))
@@ -196,7 +195,6 @@ def to_word(number: int) -> int:
 
 
 def _mix(x: Words) -> Words:
-    """Return SplitMix64's output for the states `x`."""
     z: Words = x + _GOLDEN
     z ^= z >> _SHIFTS[0]
     z *= _FACTOR_1
@@ -229,7 +227,6 @@ def _draw(x: Words, key: np.uint64, size: np.uint64) -> Words:
 
 
 def _add(x: Words, y: Words, size: np.uint64) -> Words:
-    """Return x + y modulo `size`, which none of `x` and `y` exceeds."""
     x = x + y
     # If x < size, the unsigned difference wraps around to a larger number
     return np.minimum(x, x - size)

@@ -355,7 +355,6 @@ def state_of(path: Path, descriptor: int | None = None) -> FileState:
 
 
 def _dataset(path: Path, file: h5py.File, name: str, others: Sources) -> h5py.Dataset:
-    """Return a dataset; add the files to which links on its path lead."""
     with _explain(path, f"dataset {name!r} cannot be opened"):
         others.add(find_linked(file, name))
         dataset = file.get(name)
@@ -400,7 +399,6 @@ def _index_readable(
 
 
 def _indexed(file: h5py.File, name: str, dataset: h5py.Dataset) -> DatasetIndex | str:
-    """Return the index of a dataset, or the reason why h5py must read it."""
     if dataset.file.filename != file.filename:
         return "an external link to another file"
     if not _is_plain(dataset):

@@ -283,7 +283,6 @@ class Hdf5Rows:
     def _read_part(
         self, part: FileRows, blocks: Mapping[Key, Any], buffers: Buffers
     ) -> list[Any]:
-        """Return rows of each dataset of one file, perhaps in buffers."""
         fields = range(len(self._names))
         leaves = [self._read(part, i, blocks, buffers) for i in fields]
         file, rows, _ = part
@@ -302,7 +301,6 @@ class Hdf5Rows:
         blocks: Mapping[Key, Any],
         buffers: Buffers,
     ) -> Any:
-        """Return rows of one dataset of one file, perhaps in a buffer."""
         file, rows, _ = part
         index, parallel = self._index(file, field), self._blocks.parallel
         if index.is_in_blocks:
@@ -323,7 +321,6 @@ class Hdf5Rows:
             return kept.take(rows, buffers, parallel)
 
     def _load_block(self, key: Key) -> Any:
-        """Return all rows of a block of chunks."""
         file, field, block = key
         index = self._index(file, field)
         rows = block_rows(index, block)
@@ -360,7 +357,6 @@ class Hdf5Rows:
     def _by_h5py(
         self, file: int, field: int, rows: Any, read: Callable[[h5py.Dataset], Any]
     ) -> Any:
-        """Return `read(dataset)` in native byte order."""
         index = self._index(file, field)
         path, file_index = self._paths[file], self.file_map().files[file]
         found = self._open_files.by_h5py(path, file_index, index, rows, read)
@@ -468,7 +464,6 @@ def _is_short(index: DatasetIndex) -> bool:
 
 
 def _require_like(file: FileIndex, first: FileIndex) -> None:
-    """Raise a DataError if the rows of two files differ in dtype or shape."""
     for index, other in zip(file.datasets, first.datasets, strict=True):
         if _rows_of(index) != _rows_of(other):
             here, there = (
@@ -539,7 +534,6 @@ class _KeptRows:
             list(parallel(read, np.unique(missing).tolist()))
 
     def take(self, rows: Rows, buffers: Buffers, parallel: Map) -> Any:
-        """Return copies of rows that were read."""
         result = buffers.empty((rows.size, *self._index.row_shape), self._index.native)
 
         def take(piece: slice) -> None:
@@ -597,7 +591,6 @@ def read_bytes(
 def _gather(
     index: DatasetIndex, file: RawFile, rows: Rows, buffers: Buffers, parallel: Map
 ) -> Any:
-    """Return the bytes of the rows, in the order of the chunks across a row."""
     size_bytes, step = index.chunk_row_bytes, index.chunk[0]
     # Several chunks side by side make up a row; `across` is how many.
     across = math.prod(index.grid[1:])

@@ -189,7 +189,6 @@ def mean_over_rows(
 
 
 def _plain(options: CommunicationOptions | None) -> CommunicationOptions | None:
-    """Return the options for numbers of rows: of the user's, the timeout alone."""
     seconds = None if options is None else options.timeout_seconds
     return None if seconds is None else CommunicationOptions(timeout_seconds=seconds)
 
@@ -247,7 +246,6 @@ class _Loss(NamedTuple):
     strategy: Strategy
 
     def differentiate(self, args: Any, kwargs: Any, weight: Any = None) -> Any:
-        """Return value and gradients of this replica, and auxiliary data."""
         fun = self.fun if weight is None else _weighted(self.fun, self.has_aux, weight)
         differentiated = jax.value_and_grad(fun, self.argnums, self.has_aux)
         value, gradients = differentiated(*args, **kwargs)
@@ -309,7 +307,6 @@ def _require_reduction(reduction: Any) -> None:
 
 
 def _weighted(fun: Callable[..., Any], has_aux: bool, weight: Any) -> Any:
-    """Return `fun` with its value times `weight`."""
 
     @functools.wraps(fun)
     def weighted(*args: Any, **kwargs: Any) -> Any:
@@ -322,7 +319,6 @@ def _weighted(fun: Callable[..., Any], has_aux: bool, weight: Any) -> Any:
 
 
 def _numbers(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
-    """Return numbers of arguments as a tuple."""
     if isinstance(value, int):
         return (value,)
     if not isinstance(value, (list, tuple)) or not all(

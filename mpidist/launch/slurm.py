@@ -262,7 +262,6 @@ def _tasks_of_hosts(asked: int | Mapping[str, int] | None) -> dict[str, int]:
 
 
 def _numbers_of(argument: str, tasks: Mapping[str, int]) -> dict[str, int]:
-    """Return how many tasks each job or host has."""
     return {
         name: validation.integer(f"{argument}[{name!r}]", count, 0)
         for name, count in tasks.items()
@@ -270,7 +269,6 @@ def _numbers_of(argument: str, tasks: Mapping[str, int]) -> dict[str, int]:
 
 
 def _variable(name: str) -> str:
-    """Return a variable of a job step; a LaunchError if it is not set."""
     if name not in os.environ:
         raise LaunchError(
             f"{name} is not set: this process was not started by Slurm's srun"

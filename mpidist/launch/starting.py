@@ -276,7 +276,6 @@ def _find_mpirun(library: Library) -> Path:
 
 
 def _output_of(*command: str) -> str:
-    """Return the output of a program; "" if it cannot be run."""
     try:
         ended = run_program(command, _SECONDS)
     except (OSError, subprocess.TimeoutExpired):

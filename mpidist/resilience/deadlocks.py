@@ -216,7 +216,6 @@ def _condemn(verdict: _Verdict, known_by: Consensus | None = None) -> None:
 
 
 def _describe_wait(consensus: Consensus) -> _Wait | None:
-    """Return the wait of a thread of this rank; None if it has ended."""
     thread = _name_of(consensus, consensus.departures.waiter)
     entry, missing = consensus.recorder.last(), consensus.comparison.missing()
     if thread is None or entry is None or not missing:
@@ -231,7 +230,6 @@ def _describe_wait(consensus: Consensus) -> _Wait | None:
 
 
 def _send(consensus: Consensus, wait: _Wait, steps: list[_Step]) -> None:
-    """Send the steps, and this one, to ranks that it needs."""
     asked = _random.sample(wait.missing, min(len(wait.missing), _MOST_ASKED))
     probe = _Probe(wait.thread, consensus.rank, [*steps, wait.step])
     consensus.departures.send_probe(pickle.dumps(probe), asked)
@@ -285,5 +283,4 @@ def _key(consensus: Consensus) -> int:
 
 
 def _named(consensus: Consensus, ranks: list[int]) -> str:
-    """Name ranks of a communicator by their number in the job."""
     return name_ranks([consensus.members[rank] for rank in ranks])

@@ -76,7 +76,6 @@ class ExactSums:
         self.totals = [total + (value << shift) for total, value in pairs]
 
     def _lower(self, exponent: int) -> None:
-        """Take a smaller unit, where it is one."""
         if exponent < self.exponent:
             shift = self.exponent - exponent
             self.totals = [total << shift for total in self.totals]
@@ -228,7 +227,6 @@ def _column_sums(block: Any) -> Iterator[Any]:
 
 
 def _halves(block: Any) -> Iterator[Part]:
-    """Yield the upper and lower half of integers."""
     if block.dtype.itemsize < 8:
         yield block.astype(np.float64), 0
         return

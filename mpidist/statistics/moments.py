@@ -211,7 +211,6 @@ class Moments(Statistic):
         return _kind_of(self._dtype, self._shape, self._weights is not None)
 
     def _every_sum(self) -> dict[str, ExactSums]:
-        """Return the sums by name."""
         made = {"sums": self._sums, "squares": self._squares}
         return made if self._weights is None else {**made, "weights": self._weights}
 
@@ -220,7 +219,6 @@ class Moments(Statistic):
         self._weights = sums.get("weights")
 
     def _like(self) -> Moments:
-        """Return an object with these settings, and no rows."""
         return Moments(self._ddof, self.distribute_strategy, skip_nan=self._skip_nan)
 
     def _shown_rows(self) -> str:
@@ -276,7 +274,6 @@ class Moments(Statistic):
         )
 
     def _counts(self) -> Any:
-        """Return the number of numbers in each place of a row."""
         return self._count - self._others[_NAN] * self._skip_nan
 
     def _weight(self, column: int) -> tuple[int, int]:
@@ -394,7 +391,6 @@ def _weights_of(sample_weight: Any, rows: Any) -> Any:
 
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which minimum and maximum are stored."""
     return np.dtype(np.uint8) if dtype == np.bool_ else accumulator_dtype(dtype)
 
 

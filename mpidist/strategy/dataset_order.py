@@ -106,7 +106,6 @@ class DatasetOrder:
         return number, epoch.number
 
     def _last_batch(self) -> _Batch:
-        """Return the batch that rows are appended for."""
         before = self._batch
         if before is not None and before.iteration in self._last:  # it goes on
             return self._last[before.iteration]
@@ -217,7 +216,6 @@ class DatasetOrder:
         return with_wider_text(filled, fields)
 
     def _count_rows(self) -> int:
-        """Return how many rows the dataset has, if that is known; else 0."""
         batch = self._batch
         if batch is None or not self._numbers:
             return 0
@@ -324,7 +322,6 @@ class DatasetOrder:
         window: tuple[int, int],
         fields: Sequence[FieldSpec],
     ) -> dict[str, Any]:
-        """Return the rows of a window, by the name of their dataset."""
         start, stop = window
         numbers, *columns = received
         counts = np.bincount(numbers - start, minlength=stop - start)

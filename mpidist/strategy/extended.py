@@ -189,7 +189,6 @@ class StrategyExtended(ReplicaGroup):
         return None if group else result
 
     def _own_copy(self, var: Any) -> Any:
-        """Return the first argument of the function that `update` calls."""
         if isinstance(var, Variable) and var.distribute_strategy is self.strategy:
             return var
         if isinstance(var, Mirrored):

@@ -52,7 +52,6 @@ def _fail(command: str, error: object, status: int) -> int:
 
 
 def _program_name() -> str:
-    """Return how the command was called."""
     is_script = Path(sys.argv[0]).name == "mpidist"
     return "mpidist" if is_script else "python -m mpidist"
 
@@ -78,8 +77,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 class _PrintCompletion(argparse.Action):
-    """Print the completion script of a shell, and exit."""
-
     def __call__(
         self,
         parser: argparse.ArgumentParser,
@@ -124,7 +121,6 @@ def _add_command(
 
 
 def _of_files(action: argparse.Action) -> None:
-    """Make shells complete an argument with file names."""
     # As shtab's FILE, for which it need not be there
     files = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
     action.complete = files  # type: ignore[attr-defined]  # as shtab has it
@@ -144,7 +140,6 @@ def _seconds(text: str) -> float:
 
 
 def _integer(least: int, most: int = _LARGEST) -> Callable[[str], int]:
-    """Return a function that returns an integer between two bounds."""
 
     def integer(text: str) -> int:
         number = int(text)

@@ -236,7 +236,6 @@ class _Share:
 
     @property
     def rows(self) -> int:
-        """The rows of this rank in an epoch."""
         return self.first * max(0, self.steps - 1) + self.last
 
     def kept_bytes(self) -> int:
@@ -248,7 +247,6 @@ class _Share:
         return min(limit, self.source.decoded_bytes)
 
     def _stripes(self, mixed: ChunkShuffle) -> set[int]:
-        """Return the stripes that the slices of all batches are in."""
         turn, size = mixed.turn, self.pipeline.batch_size
         batch = self.pipeline.positions(_EPOCH, 0, self.part)
         if len(batch) >= math.gcd(turn, size):  # slices begin in all of these places
@@ -261,7 +259,6 @@ class _Share:
 
 
 def _shares(dataset: Dataset, policy: AutoShardPolicy, ranks: int) -> list[_Share]:
-    """Return each rank's share of a dataset over `DryRows`."""
     shares = []
     # With OFF all ranks get the same rows
     for rank in range(1 if policy is AutoShardPolicy.OFF else ranks):
@@ -386,7 +383,6 @@ def _groups(shares: Sequence[_Share]) -> list[RankGroup]:
 
 
 def _dataset_plan(indexes: Sequence[DatasetIndex]) -> DatasetPlan:
-    """Return the plan of a dataset, from its index in each file."""
     layouts = collections.Counter(map(_layout, indexes))
     first, stored_bytes = indexes[0], sum(map(_stored_bytes, indexes))
     return DatasetPlan(
@@ -417,7 +413,6 @@ def _order(request: Request, mixed: ChunkShuffle | None) -> str:
 
 
 def _on_ranks(plan: Plan) -> Iterator[str]:
-    """Yield notes on ranks that get fewer rows than others."""
     batch, ranks, groups = plan.request.batch, plan.request.ranks, plan.groups
     if plan.steps == 0:
         rows = f"{plan.rows:,} rows make no batch of {batch:,}"
@@ -450,7 +445,6 @@ def _on_ranks(plan: Plan) -> Iterator[str]:
 def _on_files(
     plan: Plan, others: Sequence[str], decoded: Sequence[DatasetIndex]
 ) -> Iterator[str]:
-    """Yield notes on datasets that are not read, and on large and small chunks."""
     if others:
         more = ", ..." if len(others) > _MOST_LISTED else ""
         names = ", ".join(others[:_MOST_LISTED])

@@ -259,7 +259,6 @@ def escaping(nest: Any, is_output: bool) -> Any:
 
 
 def _opaque(nest: Any) -> Iterator[Any]:
-    """Yield the leaves of a nest that are no tensors, numbers or texts."""
     if isinstance(nest, _KNOWN):
         return
     if isinstance(nest, list | tuple | Mapping) or dataclasses.is_dataclass(nest):
@@ -270,7 +269,6 @@ def _opaque(nest: Any) -> Iterator[Any]:
 
 
 def _has_gradients(leaf: Any) -> bool:
-    """Return whether an object refers to a tensor that has a gradient."""
     waiting, seen = [leaf], {id(leaf)}
     while waiting and len(seen) < _MOST_OBJECTS:
         for part in gc.get_referents(waiting.pop()):

@@ -70,7 +70,6 @@ def reserve_combination(
 
 
 def _step(state: State, send: Any) -> int:
-    """Return how many numbers of each rank are gathered at a time."""
     # Of all ranks together, so that more ranks do not take more memory.
     row_bytes: int = send.dtype.itemsize * state.consensus.size
     return max(1, _BLOCK_BYTES // row_bytes)

@@ -196,7 +196,6 @@ def _read_rows(
     everyone: Sequence[Sequence[int]],
     pages: Sequence[Any],
 ) -> list[Any]:
-    """Return this rank's rows of arrays that travelled with the counts."""
     rank, ranks = state.consensus.rank, state.consensus.size
     received, readers = [], list(map(Reader, pages))
     for j, (rows, _) in enumerate(pieces):
@@ -326,7 +325,6 @@ def _reduce(state: State, plan: ExchangePlan, inputs: Sequence[Any]) -> list[Any
 
 
 def _divide(state: State, rows: int, lengths: Any) -> list[int]:
-    """Return how many rows each rank gets: by default the same, or almost."""
     ranks = state.consensus.size
     if lengths is None:
         slices = [BatchShare(ranks, rank).of(rows) for rank in range(ranks)]
@@ -423,13 +421,11 @@ def _move(
 
 
 def _rows_first(array: Any, axis: int) -> Any:
-    """Return an array with one axis in front, contiguous and aligned."""
     moved = arrays.namespace(array).moveaxis(array, axis, 0)
     return arithmetic.contiguous(moved, array.dtype)
 
 
 def _axis_back(rows: Any, axis: int) -> Any:
-    """Return an array with its first axis moved back, contiguous."""
     xp = arrays.namespace(rows)
     return xp.ascontiguousarray(xp.moveaxis(rows, 0, axis))
 

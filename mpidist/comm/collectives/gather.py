@@ -172,7 +172,6 @@ def _read(
     everyone: Sequence[Sequence[int]],
     pages: Sequence[Any],
 ) -> list[Any]:
-    """Return what has travelled with the lengths, cut out of each rank's page."""
     results, readers = [], list(map(Reader, pages))
     for j, (array, axis) in enumerate(zip(inputs, plan.axes)):
         before, behind = array.shape[:axis], array.shape[axis + 1 :]
@@ -287,7 +286,6 @@ def _transport(state: State, array: Any, options: CommunicationOptions) -> Trans
 
 
 def _can_place(state: State, value: Any, options: CommunicationOptions) -> bool:
-    """Return whether ranks can write parts directly into the result."""
     in_node = state.transports.intra_node
     # Only ranks that share all memory can write into each other's columns.
     if in_node is None or not in_node.shares_memory or is_direct(options):
@@ -304,7 +302,6 @@ def _place(
     lengths: Any,
     deadline: float | None,
 ) -> None:
-    """Gather an array whose parts are written in place."""
     received = pack.received
     outer = _outer(value, axis)
     # Elements of one row, which lie together.

@@ -91,7 +91,6 @@ def gather_objects(state: State, operation: str, value: Any) -> list[Any]:
 
 
 def _encode(state: State, value: Any) -> tuple[str, list[Any]]:
-    """Return JSON text, and the arrays in a value."""
     inputs: list[Any] = []
 
     def take(leaf: Any, name: str) -> Any:
@@ -133,14 +132,12 @@ def _broadcast_text(state: State, text: str, root: int) -> str:
 
 
 def _empty(state: State, kind: Any) -> Any:
-    """Return memory for an array described by `_encode`."""
     where, text, shape = kind
     made = np.empty(shape, dtype_of(text))
     return state.transports.to_device(made) if where == "GPU" else made
 
 
 def _decode_with_arrays(payload: Any, header: int) -> Any:
-    """Return an object from its text and the bytes of its arrays."""
     place = header
 
     def give(kind: Any) -> Any:

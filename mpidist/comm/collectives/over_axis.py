@@ -132,7 +132,6 @@ def _plan(
     options: CommunicationOptions,
     summation: Summation | None,
 ) -> tuple[AxisPlan, list[Any], list[Any]]:
-    """Return the plan of a call, its leaves, and the leaves as arrays."""
     op = ReduceOp.parse(reduce_op)
     leaves, spec, inputs = take(state, value, options)
     require_reducible(op, inputs, spec)
@@ -165,7 +164,6 @@ def _plan(
 
 
 def _reduce_own(state: State, plan: AxisPlan, inputs: Sequence[Any]) -> _Partial:
-    """Return the reductions of this rank's arrays."""
     op, pairs = plan.op, list(zip(inputs, plan.axes))
     if not op.adds:
         partial = [arithmetic.combine_over(op, a, axes) for a, axes in pairs]
@@ -224,7 +222,6 @@ def _execute(
 def _finish(
     state: State, plan: AxisPlan, totals: Sequence[Any], rough: Sequence[Any]
 ) -> list[Any]:
-    """Return sums or means, given the totals over all ranks."""
     count = len(plan.dtypes)
     lengths, more = totals[count].tolist(), iter(totals[count + 1 :])
     if plan.op is ReduceOp.MEAN:
@@ -277,5 +274,4 @@ def _narrow(
 
 
 def _without_rows(array: Any, axes: tuple[int, ...]) -> Any:
-    """Return an array of length 0 along `axes`, and otherwise the same."""
     return array[tuple(slice(0 if i in axes else None) for i in range(array.ndim))]

@@ -100,7 +100,6 @@ class _Pack(NamedTuple):
             page[position] = leaves[i]
 
     def take_apart(self, total: Any, results: list[Any]) -> None:
-        """Put the parts of `total` into `results`, each by the number of its leaf."""
         if self.alone is not None:
             results[self.alone] = total
             return
@@ -596,7 +595,6 @@ def _is_one_pack(state: State, kind: Kind, options: CommunicationOptions) -> boo
 def _narrowing(
     state: State, kind: Kind, options: CommunicationOptions
 ) -> Transport | None:
-    """Return the transport that compresses arrays, if requested."""
     dtype, is_device = kind
     # Integers and 16-bit numbers would not become narrower.
     is_wide = traits(dtype).is_narrowed
@@ -772,7 +770,6 @@ def _check_integers(state: State, partial: Sequence[Any], totals: list[Any]) -> 
 
 
 def _make_packs(op: ReduceOp, inputs: Sequence[Any]) -> list[_Pack]:
-    """Return how arrays are packed: those of one dtype, with one dtype as result."""
     out, sends = arithmetic.dtypes_to_add(op, [a.dtype for a in inputs])
     # By both dtypes: float16 and float32 go apart, though both are sent as float32
     groups: dict[Any, list[int]] = {}

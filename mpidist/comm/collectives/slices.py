@@ -101,7 +101,6 @@ def reduce_slices(
 
 
 def _take_slices(state: State, slices: IndexedSlices) -> Sequence[Any]:
-    """Return values and indices as arrays that fit together."""
     values = arrays.to_array(slices.values, "values of IndexedSlices")
     indices = arrays.to_array(slices.indices, "indices of IndexedSlices")
     state.transports.require_reachable(values, "values of IndexedSlices")
@@ -124,7 +123,6 @@ def _take_slices(state: State, slices: IndexedSlices) -> Sequence[Any]:
 
 
 def _shape_of(dense_shape: Any) -> tuple[int, ...] | None:
-    """Return a shape, which TensorFlow has as a tensor, as ranks compare it."""
     if dense_shape is None:
         return None
     shape = list(dense_shape) if isinstance(dense_shape, tuple) else dense_shape

@@ -334,7 +334,6 @@ class SharedMemoryComparison(PayloadComparison):
 def _arrays_on(
     pages: Sequence[Any], kinds: Sequence[tuple[np.dtype[Any], tuple[int, ...]]]
 ) -> Iterator[list[Any]]:
-    """Yield, for each kind, the array on each rank's page."""
     start = _HEADER_BYTES
     for dtype, shape in kinds:
         stop = start + math.prod(shape) * dtype.itemsize

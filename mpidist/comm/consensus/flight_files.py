@@ -176,7 +176,6 @@ def _create(path: Path) -> int:
 
 
 def _reserve(file: int, size_bytes: int) -> None:
-    """Set the size of a new file, and allocate all its pages."""
     try:
         os.posix_fallocate(file, 0, size_bytes)
     except AttributeError:  # not on macOS
@@ -198,7 +197,6 @@ def _line(fields: Mapping[str, Any]) -> bytes:
 
 
 def _abridge(agreed: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the compared arguments, up to the length limit of a line."""
     left = _MOST_AGREED
     for count, (name, text) in enumerate(agreed.items()):
         if left <= 0:

@@ -88,7 +88,6 @@ def share_buffers(
 
 
 def _export(rank: int, size_bytes: int) -> tuple[DeviceBuffer | None, bytes, str]:
-    """Return this rank's buffer and its handle, or why there is none."""
     from cupy.cuda import runtime
 
     try:
@@ -104,7 +103,6 @@ def _export(rank: int, size_bytes: int) -> tuple[DeviceBuffer | None, bytes, str
 
 
 def _open(rank: int, handles: list[bytes], addresses: dict[int, int]) -> str:
-    """Map the others' buffers; return why not, if so."""
     from cupy.cuda import runtime
 
     try:
@@ -125,6 +123,5 @@ def _close(addresses: dict[int, int]) -> None:
 
 
 def _find_wrong(arrays: list[Any]) -> bool:
-    """Return whether a buffer does not begin with its rank's mark."""
     marks = [int(array[:8].view(np.int64)[0]) for array in arrays]
     return marks != [_MARK + rank for rank in range(len(arrays))]

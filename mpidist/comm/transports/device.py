@@ -148,7 +148,6 @@ class DeviceMpiTransport(MpiTransport):
 
 
 def _as(buffer: DeviceBuffer, size: int, dtype: np.dtype[Any]) -> Any:
-    """Return the beginning of a buffer as an array."""
     size_bytes = size * dtype.itemsize
     assert size_bytes <= buffer.array.size
     return buffer.array[:size_bytes].view(dtype)

@@ -73,7 +73,6 @@ class RingTransport(MpiTransport):
     def _pass_on(
         self, parts: Sequence[Any], deadline: float | None, operation: str
     ) -> None:
-        """Distribute the part of each rank to all."""
         # Requests stay in `flight` if a wait raises: their buffers must outlive them.
         comm, consensus, flight = self._comm, self._consensus, InFlight()
         wait = functools.partial(consensus.wait, deadline=deadline, operation=operation)

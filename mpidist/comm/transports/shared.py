@@ -198,20 +198,17 @@ class SharedTransport(Transport):
         return _Block(slots, receive, parts, request)
 
     def _end(self, last: _Block, deadline: float | None) -> None:
-        """End the final block."""
         self._publish(last, deadline)
         self._synchronize("all_reduce", deadline)
         self._fetch(last)
 
     def _publish(self, block: _Block, deadline: float | None) -> None:
-        """Publish the totals of this rank's part."""
         if self._rank < self._adders:
             self._finish_other_nodes(block.request, deadline)
             own = block.parts[self._rank]
             block.slots[self._rank][own] = block.receive[own]
 
     def _fetch(self, block: _Block) -> None:
-        """Read the totals of the other ranks' parts."""
         # Its own part is in place already: the total was added up there.
         for rank, part in enumerate(block.parts):
             if rank != self._rank:
@@ -302,7 +299,6 @@ class SharedTransport(Transport):
 
 
 def _as_block(slot: Any, like: Any) -> Any:
-    """Return the beginning of a slot as an array like another one."""
     return slot[: like.nbytes].view(like.dtype).reshape(like.shape)
 
 

@@ -120,7 +120,6 @@ class StagingTransport(Transport):
         )
 
     def _cut(self, array: Any) -> Iterator[slice]:
-        """Yield the blocks of an array of one dimension."""
         step = max(self._block_bytes // array.dtype.itemsize, 1)
         return (slice(k, k + step) for k in range(0, array.size, step))
 

@@ -143,7 +143,6 @@ def read_tables(path: Path) -> list[tuple[Layout, Table]]:
 
 
 def _said_by(path: Path) -> str:
-    """Return the variable that names the file, for messages; "" if none."""
     return f" ({TRANSPORTS.name})" if TRANSPORTS.read() == path else ""
 
 

@@ -352,7 +352,6 @@ class DistributedDataset:
             raise
 
     def _would_repeat_rows(self) -> bool:
-        """Return whether a job that resumes without a state would read rows again."""
         is_lost = self._epochs.has_begun and not self._epochs.is_saved
         return is_lost and is_reshuffled(self._plan.pipeline)
 
@@ -482,7 +481,6 @@ def _agree_on_seeds(
 def _ranks_with_other_orders(
     chosen: _SeedOffer, by_rank: Sequence[_SeedOffer | None]
 ) -> list[int]:
-    """Return the ranks that keep another order than the chosen one."""
     return [
         rank
         for rank, offer in enumerate(by_rank)
@@ -491,7 +489,6 @@ def _ranks_with_other_orders(
 
 
 def _seed_pattern(pipeline: MapDataset | IterDataset) -> str:
-    """Return which shuffles of a dataset are the same one, as text."""
     # zip(a, a) and zip(a, b) are described alike
     seeds = list(drawn_seeds(pipeline))
     return str([seeds.index(s.seed) for s in walk(pipeline) if s.seed in seeds])
@@ -580,7 +577,6 @@ def _sources(pipeline: MapDataset | IterDataset) -> list[IndexedSource]:
 
 @contextlib.contextmanager
 def _naming(rank: int) -> Iterator[None]:
-    """Name this rank in DataErrors of the block."""
     try:
         yield
     except DataError as error:

@@ -193,7 +193,6 @@ class BatchReader(abc.ABC):
 
 
 def _start_host_reader(plan: ReadPlan, epoch: Epoch) -> BatchReader:
-    """Return a reader of this replica's batches in host memory."""
     if isinstance(plan.pipeline, IterDataset):
         return _IterReader(plan, plan.pipeline, epoch)
     return _MapReader(plan, plan.pipeline, epoch)
@@ -423,7 +422,6 @@ class _InlineReads:
         return self._is_allowed and self._wait == 0
 
     def record_inline(self, seconds: float) -> None:
-        """Record the duration of an inline read."""
         if seconds <= _SHORT_SECONDS:
             self._short += 1
             if self._short >= _STEADY:
@@ -434,7 +432,6 @@ class _InlineReads:
         self._gap = min(2 * self._gap, _MOST_BETWEEN_TRIALS)
 
     def record_threaded(self) -> None:
-        """Record that another thread reads a group."""
         self._wait = max(0, self._wait - 1)
 
 
@@ -532,7 +529,6 @@ class Prefetcher:
         return self._executor
 
     def _wait_for(self, step: int) -> collections.deque[LocalBatch | Exception | None]:
-        """Return the batches that are ready, at least that of `step`."""
         if self._ready:
             return self._ready
         # Batches are used in order: read inline only after all pending groups
@@ -546,7 +542,6 @@ class Prefetcher:
         return self._ready
 
     def _read_inline(self) -> None:
-        """Read the next group in the calling thread."""
         count = self.group_size(self._requested)
         start = time.perf_counter()
         self._ready.extend(self.reader.read_group(self._requested, count))
@@ -587,7 +582,6 @@ def steps_per_read(pipeline: MapDataset, replicas: int) -> int:
 
 
 def _read_singly(reader: BatchReader, steps: Iterable[int]) -> StepGroup:
-    """Return the batches of some steps, up to the first error."""
     group: StepGroup = []
     for step in steps:
         try:
@@ -609,7 +603,6 @@ def _template_of(element: Any) -> Any:
 
 
 def _flat_dtypes(batch: Any) -> Any:
-    """Return the dtypes of an array or a tuple of arrays; None for other batches."""
     if type(batch) is np.ndarray:
         return batch.dtype
     if type(batch) is tuple and {np.ndarray}.issuperset(map(type, batch)):
@@ -618,7 +611,6 @@ def _flat_dtypes(batch: Any) -> Any:
 
 
 def _kinds_of(batch: Any) -> Kinds:
-    """Return the kinds of a batch, whose leaves lose nothing as arrays."""
     leaves, spec = nest.flatten(batch)
     plain = [
         a
@@ -630,7 +622,6 @@ def _kinds_of(batch: Any) -> Kinds:
 
 
 def _require_like(template: Any, before: Any) -> Any:
-    """Return `template`, or raise if structure, dtypes or dimensions have changed."""
     leaves, spec = nest.flatten(template)
     leaves_before, spec_before = nest.flatten(before)
     if spec != spec_before:

@@ -157,7 +157,6 @@ def _make(
 
 
 def _first_rows(parent: MapDataset, epoch: Epoch, first: BatchShare) -> Any:
-    """Return the rows that are read first, stacked; perhaps zero rows."""
 
     def read() -> Any:
         # What replica 0 reads first, which shows dtypes and shapes of all rows.

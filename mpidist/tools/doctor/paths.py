@@ -84,7 +84,6 @@ def _look(real: Path, path: str) -> list[Row]:
 
 
 def _open(path: Path) -> Row:
-    """Open an HDF5 file for reading."""
     import h5py
 
     send("step", "opening it as an HDF5 file")

@@ -163,7 +163,6 @@ class _Runner:
                 return status
 
     def fail(self, found: str, remedy: str = "") -> None:
-        """Add a row: the current stage has failed."""
         remedy = remedy or _REMEDIES.get(self._stage, "read the messages on stderr")
         self._failed = Row(FAIL, found, remedy, self._stage)
         self._rows.append(self._failed)
@@ -210,7 +209,6 @@ class _Runner:
             time.sleep(_LINGERING * self._seconds)
 
     def _print(self) -> int:
-        """Print all rows; return the exit status."""
         rows, path = self._rows, self._json_file
         text = to_text(rows) if path is None else to_json(rows, self._size)
         status = int(worst(rows) is FAIL)
