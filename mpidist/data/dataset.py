@@ -347,6 +347,11 @@ class Dataset(metaclass=_DatasetType):
         reshuffle = validation.switch(
             "reshuffle_each_iteration", reshuffle_each_iteration
         )
+        if size is None and isinstance(self._pipeline, IterDataset):
+            raise ArgumentError(
+                "shuffle of a generator's dataset needs a buffer_size: its elements "
+                "can only be read in order"
+            )
         return self._append(ordering.Shuffle, size, seed, reshuffle, chunks)
 
     def batch(

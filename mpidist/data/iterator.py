@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from mpidist.data import batching, caching, combining, ordering
-from mpidist.data.iter_dataset import IterDataset, MapToIterDataset
+from mpidist.data.iter_dataset import IterDataset, IterStep, MapToIterDataset
 from mpidist.data.map_dataset import Epoch, MapDataset, walk
 from mpidist.data.optional import Optional
 from mpidist.data.shuffling import Seed, draw_number
@@ -428,33 +428,21 @@ class DatasetIterator:
         return self._origin
 
 
-# The transformation of an iterable dataset for that of a map-style one
-_ITER_TRANSFORMATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
-    batching.Map: batching.IterMap,
-    batching.Batch: batching.IterBatch,
-    ordering.Shuffle: ordering.IterShuffle,
-    ordering.Repeat: ordering.IterRepeat,
-    ordering.Window: ordering.IterWindow,
-    ordering.Shard: ordering.IterShard,
-    combining.Enumerate: combining.IterEnumerate,
-    caching.Cache: caching.IterCache,
-}
-
-
 def transform(
     pipeline: MapDataset | IterDataset, step: Callable[..., Any], *arguments: Any
 ) -> MapDataset | IterDataset:
     """Return a transformation of a dataset; `step` is that of a map-style one."""
     if isinstance(pipeline, IterDataset):
-        step = _ITER_TRANSFORMATIONS[step]
-    transformed: MapDataset | IterDataset = step(pipeline, *arguments)
+        if step is caching.Cache:
+            return caching.IterCache(pipeline)
+        return IterStep(step(pipeline, *arguments))
+    transformed: MapDataset = step(pipeline, *arguments)
     return transformed
 
 
 def is_sharded(steps: MapDataset | IterDataset) -> bool:
     """Return whether one of the transformations is a shard."""
-    shards = ordering.Shard, ordering.IterShard
-    return any(isinstance(step, shards) for step in walk(steps))
+    return any(isinstance(step, ordering.Shard) for step in walk(steps))
 
 
 # User functions that these modules call may iterate over datasets: those of
@@ -517,7 +505,8 @@ def zip_together(
     map_datasets = [c for c in components if isinstance(c, MapDataset)]
     if len(map_datasets) == len(components):
         return combining.Zip(map_datasets, spec)
-    return combining.IterZip(list(map(to_iter_dataset, components)), spec)
+    parents: list[Any] = list(map(to_iter_dataset, components))
+    return IterStep(combining.Zip(parents, spec))
 
 
 def unbatch(pipeline: MapDataset | IterDataset) -> MapDataset | IterDataset:

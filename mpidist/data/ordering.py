@@ -16,10 +16,7 @@ import numpy as np
 
 from mpidist.data import sharding
 from mpidist.data.elements import as_element, concatenate, merge
-from mpidist.data.iter_dataset import (
-    IterDataset,
-    IterTransformation,
-)
+from mpidist.data.iter_dataset import IterDataset
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.shuffling import ChunkShuffle, Seed, divide_block
 from mpidist.data.sources import Positions
@@ -52,6 +49,7 @@ class Shuffle(MapTransformation):
         super().__init__(parent)
         self.seed = Seed(seed, is_fixed=not reshuffle)
         self.reshuffle = reshuffle
+        self._buffer_size = buffer_size  # for elements in order
         self._window_chunks = window_chunks
         # An epoch, and the stripes that were read in it
         self._read: tuple[Any, frozenset[int]] = None, frozenset()
@@ -99,6 +97,28 @@ class Shuffle(MapTransformation):
         seed = epoch.seeds.get(self.seed, self.seed.number)
         # Without reshuffling every epoch has the order of epoch 0.
         return seed, epoch.number if self.reshuffle else 0
+
+    def describe_in_order(self) -> str:
+        arguments = f"{self._buffer_size}, {self.seed}, {self.reshuffle}"
+        return f"{self._parent.describe()}.shuffle({arguments})"
+
+    def iterate(self, epoch: Epoch, *parents: Any) -> Iterator[Any]:
+        seed, number = self._key(epoch)
+        self.seed.is_used |= seed == self.seed.number
+        # Numbered by epoch: the same epoch gives the same order after a restart.
+        random = np.random.default_rng([sharding.to_word(seed), number])
+        elements = parents[0].iterate(epoch)
+        buffer = list(itertools.islice(elements, self._buffer_size))
+        # Draw from a full buffer, and put the next element in its place
+        for element in elements:
+            i = int(random.integers(len(buffer)))
+            drawn, buffer[i] = buffer[i], element
+            yield drawn
+        # Draw from the rest; swapping with the last element makes removal O(1)
+        while buffer:
+            i = int(random.integers(len(buffer)))
+            buffer[i], buffer[-1] = buffer[-1], buffer[i]
+            yield buffer.pop()
 
 
 _chunk_shuffle = functools.lru_cache(maxsize=8)(ChunkShuffle)
@@ -154,6 +174,10 @@ class Window(MapTransformation):
         # Steps are numbered from the start of this window.
         steps = range(steps.start + self._start, steps.stop + self._start)
         return self._parent.local_batches(epoch, steps, share)
+
+    def iterate(self, epoch: Epoch, *parents: Any) -> Iterator[Any]:
+        stop = None if self._count is None else self._start + self._count
+        return itertools.islice(parents[0].iterate(epoch), self._start, stop)
 
 
 class FullBatches(Window):
@@ -213,6 +237,10 @@ class Shard(MapTransformation):
     def locate(self, epoch: Epoch, positions: Positions) -> Positions:
         # Round-robin, as TensorFlow does.
         return positions * self._num_shards + self._index
+
+    def iterate(self, epoch: Epoch, *parents: Any) -> Iterator[Any]:
+        elements = parents[0].iterate(epoch)
+        return itertools.islice(elements, self._index, None, self._num_shards)
 
 
 class Repeat(MapTransformation):
@@ -283,6 +311,17 @@ class Repeat(MapTransformation):
     def element_list(self, epoch: Epoch, positions: Positions) -> list[Any]:
         parts, origins = self._parts(epoch, positions)
         return merge([self._parent.element_list(*p) for p in parts], origins)
+
+    def iterate(self, epoch: Epoch, *parents: Any) -> Iterator[Any]:
+        count = self.count
+        for repetition in itertools.count() if count is None else range(count):
+            is_empty = True
+            again = epoch_of_repetition(epoch, count, repetition)
+            for element in parents[0].iterate(again):
+                is_empty = False
+                yield element
+            if is_empty and count is None:
+                return  # repeating an empty dataset endlessly would never return
 
 
 class Concatenate(MapDataset):
@@ -416,93 +455,6 @@ def _interleave(parts: list[Any], origins: Any) -> Any:
     return nest.map_leaves(lambda a: a[back], concatenate(parts))
 
 
-class IterShuffle(IterTransformation):
-    """All elements, each drawn at random from a buffer of the next ones."""
-
-    def __init__(
-        self,
-        parent: IterDataset,
-        buffer_size: int | None,
-        seed: int | None,
-        reshuffle: bool,
-        window_chunks: int | None = None,
-    ):
-        super().__init__(parent)
-        if buffer_size is None:
-            raise ArgumentError(
-                "shuffle of a generator's dataset needs a buffer_size: its elements "
-                "can only be read in order"
-            )
-        self._buffer_size = buffer_size
-        self.seed: Seed = Seed(seed, is_fixed=not reshuffle)
-        self.reshuffle = reshuffle
-
-    def iterate(self, epoch: Epoch) -> Iterator[Any]:
-        seed = epoch.number_of(self.seed)
-        self.seed.is_used |= seed == self.seed.number
-        number = epoch.number if self.reshuffle else 0
-        # Numbered by epoch: the same epoch gives the same order after a restart.
-        random = np.random.default_rng([sharding.to_word(seed), number])
-        elements = self._parent.iterate(epoch)
-        buffer = list(itertools.islice(elements, self._buffer_size))
-        # Draw from a full buffer, and put the next element in its place
-        for element in elements:
-            i = int(random.integers(len(buffer)))
-            drawn, buffer[i] = buffer[i], element
-            yield drawn
-        # Draw from the rest; swapping with the last element makes removal O(1)
-        while buffer:
-            i = int(random.integers(len(buffer)))
-            buffer[i], buffer[-1] = buffer[-1], buffer[i]
-            yield buffer.pop()
-
-
-class IterWindow(IterTransformation):
-    """A run of elements: take and skip."""
-
-    def __init__(self, parent: IterDataset, start: int, count: int | None):
-        super().__init__(parent)
-        self._start = start
-        self._count = count
-
-    def iterate(self, epoch: Epoch) -> Iterator[Any]:
-        stop = None if self._count is None else self._start + self._count
-        return itertools.islice(self._parent.iterate(epoch), self._start, stop)
-
-
-class IterShard(IterTransformation):
-    """Every n-th element."""
-
-    def __init__(self, parent: IterDataset, num_shards: int, index: int):
-        super().__init__(parent)
-        self._num_shards = num_shards
-        self._index = index
-
-    def iterate(self, epoch: Epoch) -> Iterator[Any]:
-        elements = self._parent.iterate(epoch)
-        return itertools.islice(elements, self._index, None, self._num_shards)
-
-
-class IterRepeat(IterTransformation):
-    """The elements repeated, perhaps endlessly; each repetition is an epoch."""
-
-    def __init__(self, parent: IterDataset, count: int | None):
-        super().__init__(parent)
-        self._count = count
-
-    def iterate(self, epoch: Epoch) -> Iterator[Any]:
-        repetitions = itertools.count() if self._count is None else range(self._count)
-        for repetition in repetitions:
-            is_empty = True
-            for element in self._parent.iterate(
-                epoch_of_repetition(epoch, self._count, repetition)
-            ):
-                is_empty = False
-                yield element
-            if is_empty and self._count is None:
-                return  # repeating an empty dataset endlessly would never return
-
-
 class IterConcatenate(IterDataset):
     """The elements of one dataset, then those of another."""
 
@@ -546,8 +498,8 @@ class IterConcatenate(IterDataset):
     def _spec_of(self, element: Any) -> Any:
         return spec_of(as_element(element), self.is_batched)
 
-    def example(self) -> Any:
+    def example(self, epoch: Epoch) -> Any:
         try:
-            return self._first.example()
+            return self._first.example(epoch)
         except DataError:
-            return self._second.example()
+            return self._second.example(epoch)

@@ -14,7 +14,6 @@ from mpidist.data.iter_dataset import IterDataset
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation, walk
 from mpidist.data.ordering import (
     Concatenate,
-    IterShuffle,
     Repeat,
     Shuffle,
     Window,
@@ -29,14 +28,14 @@ class UnknownRowsError(Exception):
 
 def is_shuffled(dataset: MapDataset | IterDataset) -> bool:
     """Return whether a dataset has a shuffle somewhere."""
-    return any(isinstance(part, Shuffle | IterShuffle) for part in walk(dataset))
+    return any(isinstance(part, Shuffle) for part in walk(dataset))
 
 
 def is_reshuffled(dataset: MapDataset | IterDataset) -> bool:
     """Return whether the order of the rows may be another one in each epoch."""
     if dataset.keeps_first_epoch:
         return False
-    if isinstance(dataset, Shuffle | IterShuffle) and dataset.reshuffle:
+    if isinstance(dataset.last, Shuffle) and dataset.last.reshuffle:
         return True
     return any(map(is_reshuffled, dataset.parents))
 

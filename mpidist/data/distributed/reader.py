@@ -661,7 +661,8 @@ def divide(
         return pipeline
     if policy is AutoShardPolicy.OFF:
         # The whole dataset on each worker, with smaller batches.
-        return pipeline.rebatch(workers)
+        own: MapDataset | IterDataset = pipeline.rebatch(workers)
+        return own
     files = pipeline.file_count
     if files == 0:
         raise ArgumentError(
@@ -673,7 +674,8 @@ def divide(
             "auto_shard_policy FILE needs at least as many files as workers, not "
             f"{files} files for {workers} workers; use AutoShardPolicy.DATA"
         )
-    return pipeline.shard_files(workers, worker).rebatch(workers)
+    own = pipeline.shard_files(workers, worker).rebatch(workers)
+    return own
 
 
 def count_steps(lengths: Sequence[int]) -> int:
