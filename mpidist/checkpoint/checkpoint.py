@@ -355,7 +355,6 @@ class Checkpoint(Tracked):
         return LoadStatus(str(index), plan.missing, plan.unused)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Private attributes are the object's own; all others are saved.
         if name.startswith("_"):
             object.__setattr__(self, name, value)
             return

@@ -185,7 +185,6 @@ class CheckpointManager:
                 also = ", a variable, a function or None"
                 validation.optional_integer("step_counter", step_counter, None, also)
 
-        # Arguments may be wrong on one rank alone; the error is raised on all.
         self._consensus.run(_CALL, check)
         self._max_to_keep = max_to_keep
         self._keep_hours = keep_checkpoint_every_n_hours
@@ -264,7 +263,6 @@ class CheckpointManager:
         call = f"{_CALL}.save"
         step = None
         if self._interval is not None:
-            # All ranks save, or none.
             step, is_checked = self._consensus.run(
                 call,
                 lambda: (
@@ -327,9 +325,7 @@ class CheckpointManager:
           What `Checkpoint.restore` or `init_fn` raises.
         """
         call = f"{_CALL}.restore_or_initialize"
-        # A save of this job must be complete.
         self.wait()
-        # From the newest backwards until one is undamaged.
         while True:
             # The first save must not hide what is newer
             self._known = Known(self._list(call), None, is_restored=True)
@@ -349,7 +345,6 @@ class CheckpointManager:
                     if self._extended.replica_id == 0:
                         self._warn(error)
             else:
-                # So that the interval counts from the restored step.
                 self._last_step = self._step()
                 if self._extended.replica_id == 0:
                     places = _places(self._checkpoint.objects)
@@ -358,7 +353,6 @@ class CheckpointManager:
         if self._init_fn is not None:
             self._consensus.run(f"{_CALL}.init_fn", self._init_fn)
         if self._interval is not None:
-            # Without a checkpoint the interval counts from the first step.
             self._last_step = self._step()
         return None
 
@@ -420,7 +414,6 @@ class CheckpointManager:
         return serial
 
     def _note_preserved(self) -> None:
-        # What another job preserved counts as well.
         record = _last_preserved(self._saved)
         if record is not None and record[0] > self._preserved[0]:
             self._preserved = record

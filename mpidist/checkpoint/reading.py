@@ -214,7 +214,6 @@ class _Reader:
         return Leaf(kind, dtype, shape, array, (), role)
 
     def _claim(self, size: int, path: str, *, is_block: bool) -> None:
-        # A dataset may point into bytes that another one has used already.
         if is_block:
             self._blocks_left -= size
         else:

@@ -266,7 +266,6 @@ class RestorePlan:
 
         return change
 
-    # Mirrored values are immutable, so a new one takes the place.
     def _mirrored(self, value: Mirrored, node: Node, path: Path) -> Change:
         array = value.values[0]
         leaf = self._array_leaf(node, path, array.dtype, tuple(array.shape))
@@ -289,7 +288,6 @@ class RestorePlan:
                 known = [state() for state in every]
                 return derived_state(generator, known, rank)
 
-        # Checked while nothing has changed yet.
         new = self._defer(path, lambda: checked_state(generator, read()))
 
         def change() -> Any:
@@ -364,7 +362,6 @@ class RestorePlan:
             self._fail(path, f"{len(children)} elements of several types", node)
         if not isinstance(node, Group) or node.kind not in kinds or node.role:
             self._fail(path, f"a {kinds[0]}", node)
-        # Lists are matched by position, so their lengths must agree.
         if not is_dict and len(children) != len(node.children):
             self._fail(path, f"{len(children)} elements", node)
         changes = {}
@@ -376,7 +373,6 @@ class RestorePlan:
                 self.missing.append(readable((*path, name)))
             else:
                 self._fail((*path, name), _describe_value(child), None)
-        # Reported by assert_consumed; not an error by itself.
         extra = [name for name in node.children if name not in children]
         self.unused += [readable((*path, name)) for name in extra]
         versions = versions_of(node)

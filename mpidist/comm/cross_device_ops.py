@@ -223,7 +223,6 @@ class CrossDeviceOps:
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
     ) -> Prepared:
         """Return what calls the implementation, once the ranks agree."""
-        # An error of a user's implementation on one rank is raised on all.
         run = self.collectives.consensus.run
         name = type(self).__qualname__
         return 0, lambda _: run(name, self._implement, op, values, options)
@@ -483,7 +482,6 @@ class ReductionToOneDevice(MpiAllReduce):
         if not (op.adds or self.is_sum):
             raise ArgumentError(f"accumulation_fn replaces SUM and MEAN, not {op.name}")
         _, move = super().prepare(op, values, options)
-        # Errors of `accumulation_fn` are raised on all ranks
         run = self.collectives.consensus.run
         return 0, lambda is_same: run(type(self).__qualname__, move, is_same)
 
@@ -509,7 +507,6 @@ class ReductionToOneDevice(MpiAllReduce):
         request = consensus.comm.Igather(host, everyone, self._root)
         consensus.wait(request, None, "ReductionToOneDevice")
 
-        # Runs on the root alone; root_only raises its error on all.
         def combine() -> None:
             there = [arrays.to_device_like(part, value) for part in everyone]
             total[...] = arrays.to_host(self._combine(there))

@@ -456,7 +456,6 @@ class Channel:
         if consensus.rank == 0 and consensus.size > 1:
             source = "default" if table is None else f"tuning file {table_path()}"
             logs.debug("comm", f"transports of {self.layout}: {source}")
-        # Making transports is collective and may fail on one rank alone.
         self._transports = consensus.run(
             operation,
             lambda: TransportSelector(

@@ -212,13 +212,11 @@ class Batch(MapTransformation):
         return self._count(self._parent.length, i)
 
     def _count(self, rows: int | None, i: int) -> int:
-        # An endless parent has no short last batch.
         rest = self._batch_size if rows is None else rows - i * self._batch_size
         return min(self._batch_size, rest)
 
     def local_batch(self, epoch: Epoch, i: int, share: BatchShare) -> Any:
         rows = self.positions(epoch, i, share)
-        # Only this replica's rows are read; other replicas read the rest of batch `i`.
         return self._parent.elements(epoch, np.arange(rows.start, rows.stop))
 
     def local_batches(
@@ -258,7 +256,6 @@ class Batch(MapTransformation):
 
     def iterate(self, epoch: Epoch, *parents: Any) -> Iterator[Any]:
         elements = parents[0].iterate(epoch)
-        # An iterator, not a list: only one batch of elements is in memory.
         while rows := list(itertools.islice(elements, self._batch_size)):
             if len(rows) == self._batch_size or not self._drop_remainder:
                 yield stack(rows)
@@ -276,10 +273,8 @@ def _positions(
       steps: the batches.
       share: the replica's.
     """
-    # The number of batches that are full, as far as `steps` goes.
     whole = steps.stop if rows is None else min(rows // size, steps.stop)
     whole = max(whole, steps.start)
-    # One row per full batch, of which all have the same slice.
     part = share.of(size)
     firsts = size * np.arange(steps.start, whole)
     positions = (firsts[:, np.newaxis] + np.arange(part.start, part.stop)).reshape(-1)

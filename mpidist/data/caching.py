@@ -199,7 +199,6 @@ class Cache(CacheBase):
 
     def elements(self, epoch: Epoch, positions: Positions) -> Any:
         kept = self._kept(epoch)
-        # Positions are empty: the parent gives arrays without rows.
         if positions.size == 0:
             return self._parent.elements(kept.epoch, positions)
         missing, read = self._fill(kept, positions)
@@ -224,7 +223,6 @@ class Cache(CacheBase):
           Their number, and the elements, stacked; None if they cannot be stacked.
         """
         missing = positions[~kept.contains(positions)]
-        # All there: neither the parent nor its files are touched.
         if missing.size == 0:
             return 0, None
         if not self._parent.is_mapped:
@@ -282,7 +280,6 @@ class IterCache(IterTransformation):
 
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
         kept, epoch = self._kept, first_epoch(drawn_seeds(self._parent), epoch)
-        # Other seeds mean another order: iterate again, and keep that one.
         if kept is not None and kept[0] == epoch:
             yield from map(copied, kept[1])
             return
@@ -307,7 +304,6 @@ def replace_caches(steps: Any, change: Callable[[Any, Any], Any]) -> Any:
     def again(parent: Any) -> Any:
         return replace_caches(parent, change)
 
-    # Parents first, so that a cache of a cache gets its new parent.
     if isinstance(steps, Cache | IterCache):
         return change(steps, again(steps.parent))
     return steps.replace_parents(again)

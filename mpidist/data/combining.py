@@ -55,7 +55,6 @@ class Zip(MapDataset):
     @property
     def length(self) -> int | None:
         lengths = [component.length for component in self._components]
-        # The shortest ends the zip; None, endless, never does.
         return min((n for n in lengths if n is not None), default=None)
 
     @property
@@ -78,7 +77,6 @@ class Zip(MapDataset):
     def row_bytes(self) -> int | None:
         sizes = [component.row_bytes for component in self._components]
         known = [size for size in sizes if size is not None]
-        # One unknown size makes the sum unknown.
         return sum(known) if len(known) == len(sizes) else None
 
     def chunk_layout(self) -> ChunkLayout | None:
@@ -89,7 +87,6 @@ class Zip(MapDataset):
             return None
         # A later shuffle should follow the chunks that are most expensive to decode
         costly = max(chunked, key=lambda c: (c.is_costly, c.rows * c.row_bytes))
-        # The zip may end before the last chunk.
         edges = np.cumsum([0, *costly.lengths]).clip(max=length)
         return dataclasses.replace(costly, lengths=tuple(np.diff(edges).tolist()))
 

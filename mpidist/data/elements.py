@@ -385,7 +385,6 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _aliases(array: Any, arguments: tuple[Any, ...]) -> bool:
-    # The common case, without flattening
     for argument in arguments:
         if argument is array:
             return True

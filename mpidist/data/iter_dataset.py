@@ -191,7 +191,6 @@ class MapToIterDataset(IterDataset):
     def iterate(self, epoch: Epoch, start: int = 0) -> Iterator[Any]:
         """Yield all elements from index `start` on."""
         length = self._pipeline.length
-        # Endless datasets are numbered without end.
         numbers = itertools.count(start) if length is None else range(start, length)
         open_sources, threads = (
             OpenSources(self._pipeline),
@@ -248,7 +247,6 @@ def count_rows(batch: Any, call: str = "") -> int:
     Raises:
       DataError: these differ, or an array has none; names `call` if that is given.
     """
-    # Arrays without dimensions have no rows.
     shapes = [leaf.shape for leaf in nest.flatten(batch)[0]]
     if not shapes or any(s[:1] != shapes[0][:1] or not s for s in shapes):
         raise DataError(

@@ -122,7 +122,6 @@ class Origin(NamedTuple):
         """
         return cls(
             len(origins),
-            # A step is one batch of each replica.
             sum(o.batch_size for o in origins),
             cardinality,
             hash62(repr([o.source for o in origins])),
@@ -194,7 +193,6 @@ def _require_integers(state: Any, names: Sequence[str]) -> dict[str, int]:
             f"{', '.join(different)}"
         )
     numbers = {name: _require_integer(name, state[name]) for name in keys}
-    # The other numbers are only compared, so any integer will do.
     for name in ("epoch", "step", *names):
         if not 0 <= numbers[name] < 1 << 63:
             raise ArgumentError(
@@ -205,7 +203,6 @@ def _require_integers(state: Any, names: Sequence[str]) -> dict[str, int]:
 
 def _require_integer(name: str, value: Any) -> int:
     try:
-        # NumPy's integers are fine, floats are not.
         return operator.index(value)
     except TypeError:
         raise ArgumentTypeError(
@@ -395,7 +392,6 @@ class DatasetIterator:
             elements = self._pipeline.iterate(epoch)
         else:
             elements = MapToIterDataset(self._pipeline).iterate(epoch, step)
-        # Read ahead in a thread only if the dataset has `prefetch`.
         self._elements = read_ahead(elements, self._ahead) if self._ahead else elements
 
     def _skip(self, steps: int) -> None:

@@ -231,7 +231,6 @@ class MapDataset(Steps):
         """Return a batch without rows; the first call may read a row."""
         if self._empty is None:
             example = self.example(epoch)
-            # [:0] keeps dtype and the other dimensions.
             self._empty = nest.map_leaves(lambda a: plain_array(a)[:0], example)
         return self._empty
 
@@ -349,7 +348,6 @@ class MapTransformation(MapDataset):
 
     def locate_one(self, epoch: Epoch, i: int) -> tuple[Epoch, int]:
         """Return the parent's epoch and index of element `i`."""
-        # An array of one position: `locate` is written for arrays.
         return epoch, int(self.locate(epoch, np.array([i]))[0])
 
     def element(self, epoch: Epoch, i: int) -> Any:
@@ -365,7 +363,6 @@ class MapTransformation(MapDataset):
         return self._parent.batch_rows(*self.locate_one(epoch, i))
 
     def local_batch(self, epoch: Epoch, i: int, share: BatchShare) -> Any:
-        # A repetition changes both the epoch and the index.
         epoch, i = self.locate_one(epoch, i)
         return self._parent.local_batch(epoch, i, share)
 

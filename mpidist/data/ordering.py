@@ -135,7 +135,6 @@ class Window(MapTransformation):
     @property
     def length(self) -> int | None:
         whole = self._parent.length
-        # None, an endless parent, has no end to count from.
         rest = None if whole is None else max(0, whole - self._start)
         if self._count is None:
             return rest
@@ -171,7 +170,6 @@ class Window(MapTransformation):
     def local_batches(
         self, epoch: Epoch, steps: range, share: BatchShare
     ) -> Iterator[Any]:
-        # Steps are numbered from the start of this window.
         steps = range(steps.start + self._start, steps.stop + self._start)
         return self._parent.local_batches(epoch, steps, share)
 
@@ -228,14 +226,12 @@ class Shard(MapTransformation):
         whole = self._parent.length
         if whole is None:
             return None
-        # Rounded up: shard 0 gets one more than the last.
         return max(0, -(-(whole - self._index) // self._num_shards))
 
     def describe(self) -> str:
         return f"{self._parent.describe()}.shard({self._num_shards}, {self._index})"
 
     def locate(self, epoch: Epoch, positions: Positions) -> Positions:
-        # Round-robin, as TensorFlow does.
         return positions * self._num_shards + self._index
 
     def iterate(self, epoch: Epoch, *parents: Any) -> Iterator[Any]:
@@ -267,7 +263,6 @@ class Repeat(MapTransformation):
 
     def locate_one(self, epoch: Epoch, i: int) -> tuple[Epoch, int]:
         whole = self._parent.length
-        # An endless parent never begins its second repetition.
         repetition, i = (0, i) if whole is None else divmod(i, whole)
         return epoch_of_repetition(epoch, self.count, repetition), i
 
@@ -363,7 +358,6 @@ class Concatenate(MapDataset):
 
     def unbatched(self) -> MapDataset | None:
         first, second = self._first.unbatched(), self._second.unbatched()
-        # Both must have known rows.
         return first and second and Concatenate(first, second)
 
     def chunk_layout(self) -> ChunkLayout | None:
@@ -372,7 +366,6 @@ class Concatenate(MapDataset):
         if first is None or second is None:
             return None
         return dataclasses.replace(
-            # The larger chunk is the unit that matters for memory.
             max(first, second, key=lambda layout: layout.rows * layout.row_bytes),
             lengths=first.lengths + second.lengths,
             is_costly=first.is_costly or second.is_costly,
@@ -407,7 +400,6 @@ class Concatenate(MapDataset):
         """Return what to read of the datasets, and each position's part."""
         self._require_like()
         before = self._first.length
-        # Read from one dataset only, where the positions allow it.
         if before is None or positions.size == 0 or positions.max() < before:
             return [(self._first, positions)], np.zeros(positions.size, np.int64)
         in_second = positions >= before

@@ -97,7 +97,6 @@ class Permutation:
             inverse: Indices = np.argsort(table)[rows]
             return inverse
         positions = self._decrypt(rows.reshape(-1).astype(np.uint64))
-        # Walking backwards along the same cycle.
         while (outside := positions >= np.uint64(self.length)).any():
             positions[outside] = self._decrypt(positions[outside])
         return positions.astype(np.int64).reshape(rows.shape)
@@ -129,7 +128,6 @@ class Permutation:
         left = x // b
         right = x - left * b
         keys = _keys(self.seed, self.epoch, self._ROUNDS)
-        # The same rounds in reverse order, with subtraction in place of addition.
         for i in reversed(range(0, self._ROUNDS, 2)):
             # b - draw is the negative modulo b; unsigned numbers have no sign.
             right = _add(right, b - _draw(left, keys[i + 1], b), b)

@@ -494,7 +494,6 @@ class OpenFiles:
                     self.close()  # the limit of open files is lower than ours
                     files[path] = open_file()
             files.move_to_end(path)
-            # The least recently used one.
             if len(files) > _OPEN_FILES:
                 files.popitem(last=False)
             return files[path]

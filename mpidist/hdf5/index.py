@@ -260,7 +260,6 @@ def _index_file(
         ]
         with _explain(path, f"the files of {', '.join(names)} cannot be read"):
             missing = check_sources(datasets, others, allow_short_external)
-            # In the order in which they were found, each once.
             states = tuple(state_of(Path(other)) for other in others.rows)
         if missing:
             raise DataError(
@@ -311,7 +310,6 @@ def choose_datasets(path: Path) -> tuple[list[str], list[str]]:
     def visit(name: str, item: h5py.Dataset | h5py.Group) -> None:
         if not isinstance(item, h5py.Dataset):
             return
-        # An empty dataset has no shape.
         try:
             shape, dtype = kind_of(item) if item.shape else ((), None)
         except TypeError:  # a type without a NumPy equivalent

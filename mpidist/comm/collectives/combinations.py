@@ -70,7 +70,6 @@ def reserve_combination(
 
 
 def _step(state: State, send: Any) -> int:
-    # Of all ranks together, so that more ranks do not take more memory.
     row_bytes: int = send.dtype.itemsize * state.consensus.size
     return max(1, _BLOCK_BYTES // row_bytes)
 
@@ -95,7 +94,6 @@ def combine(
         parts = packing.unpack(pack.total, shapes)
         for j, part, narrow in zip(pack.members, parts, pack.results, strict=True):
             results[j] = part
-            # Back from the wider dtype; for MIN and MAX that is exact.
             if narrow is not None:
                 results[j] = narrow.reshape(part.shape)
                 results[j][...] = part

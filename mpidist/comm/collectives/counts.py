@@ -49,7 +49,6 @@ class Reader:
 
     def next(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return the next array: a view, valid until the next exchange."""
-        # A view into the page: no copy until the caller makes one.
         array = np.ndarray(shape, dtype, self._page, self._offset)
         self._offset += round_up(array.nbytes, ALIGNMENT_BYTES)
         return array
@@ -80,7 +79,6 @@ def plan_counts(
         if carries and rest > 0:
             most_bytes = rest
             kinds.append((np.dtype(np.uint8), (rest,)))
-        # Too many counts for a page: they go by MPI, see `_gather`.
         if rest >= 0:
             pages = comparison.pages(kinds)
     return CountPlan(call, pages, most_bytes, options)

@@ -379,7 +379,6 @@ def _receive(
     """
     rank = state.consensus.rank
     for piece, lengths, place in zip(pieces, everyone, places, strict=True):
-        # MPI counts elements of the flattened rows.
         width = math.prod(piece.rows.shape[1:])
         size = _largest(piece, lengths)
         if state.consensus.size == 1:
@@ -410,7 +409,6 @@ def _move(
             send, counts_to, receive, counts_from, deadline, is_large=is_large
         )
         return
-    # By way of the host
     host = np.empty(receive.shape, receive.dtype)
     transport = state.transports.with_alltoallv(is_device=False)
     assert transport is not None

@@ -160,7 +160,6 @@ def execute_gather(state: State, plan: GatherPlan, inputs: Sequence[Any]) -> lis
     lengths = [a.shape[i] for a, i in zip(inputs, plan.axes)]
     with plan.counts.call:
         everyone, pages = exchange_counts(state, plan.counts, lengths, inputs)
-        # Arrays were too large to travel: only lengths are known so far.
         if pages is None:
             return _gather(state, plan, inputs, np.array(everyone, np.int64))
         return with_spare(_read, plan, inputs, everyone, pages)
@@ -304,7 +303,6 @@ def _place(
 ) -> None:
     received = pack.received
     outer = _outer(value, axis)
-    # Elements of one row, which lie together.
     inner = math.prod(value.shape[axis + 1 :])
     in_node = state.transports.intra_node
     assert in_node is not None
@@ -331,10 +329,8 @@ def _gather_pack(
     `lengths[r, j]` is the length of rank r's array j along `axes[j]`.
     """
     widths = [math.prod(packing.without(v.shape, (i,))) for v, i in zip(values, axes)]
-    # By rank: how many elements of the pack it contributes.
     counts = (lengths * widths).sum(axis=1).tolist()
     send, received = pack.send, pack.received
-    # One rank: no communication.
     if len(counts) == 1:
         received[...] = send.reshape(-1)
     else:
@@ -342,7 +338,6 @@ def _gather_pack(
         transport.allgatherv(send, received, counts, deadline)
     if not pack.results:
         return  # already in the order of the result
-    # Rank by rank, and within a rank array by array: find where each part begins.
     starts = np.cumsum([0, *counts[:-1]])
     offsets = starts[:, None] + np.cumsum(lengths * widths, axis=1)
     offsets = offsets - lengths * widths

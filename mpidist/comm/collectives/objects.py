@@ -69,7 +69,6 @@ def gather_objects(state: State, operation: str, value: Any) -> list[Any]:
     def prepare() -> list[Any]:
         text, inputs = _encode(state, value)
         header = text.encode()
-        # Everything as bytes: one gather for the text and all arrays of the object.
         parts = [arrays.to_host(a).tobytes() for a in inputs]
         payload = np.frombuffer(b"".join([header, *parts]), np.uint8)
         # The sizes are gathered as a second array, since payloads differ in length.
@@ -106,7 +105,6 @@ def _encode(state: State, value: Any) -> tuple[str, list[Any]]:
             raise ArgumentTypeError(f"{error}; {_TAKEN}") from None
         if arrays.is_device_array(array):
             state.transports.require_reachable(array, name)
-        # Contiguous copies, because bytes are sent.
         inputs.append(arithmetic.contiguous(array, array.dtype))
         kind = "scalar" if isinstance(leaf, np.generic) else "array"
         kind = "GPU" if arrays.is_device_array(array) else kind
@@ -122,7 +120,6 @@ def _broadcast_text(state: State, text: str, root: int) -> str:
     assert transport is not None
     data = np.frombuffer(text.encode(), np.uint8).copy()
     size = np.array([data.size])
-    # The root's size first, so that the others can make room.
     transport.broadcast(size, root, None)
     if root != state.consensus.rank:
         data = np.empty(int(size[0]), np.uint8)

@@ -110,7 +110,6 @@ def reduce_over_axis(
     wanted = _DEFAULT if options is None else options
     kind, detail = kind_along(axis), None
     is_known = kind is not None and isinstance(reduce_op, OP_TYPES)
-    # Only checked arguments may be part of a key.
     if is_known and summation is None:
         detail = detail_of((reduce_op, axis), options)
     return state.plans.run(
@@ -153,7 +152,6 @@ def _plan(
     sent = _reduce_own(state, plan, list(map(_without_rows, inputs, axes))).sent
     if not op.adds:
         along = [0] * len(sent)
-        # MIN, MAX and PRODUCT: one row per rank is gathered, then combined.
         gather = plan_gather(state, call, sent, along, options)
         plan = plan._replace(gather=gather)
     elif summation is None and fits(state, ReduceOp.SUM, sent, options):
@@ -171,7 +169,6 @@ def _reduce_own(state: State, plan: AxisPlan, inputs: Sequence[Any]) -> _Partial
         return _Partial([*partial, *(r for r in rough if r is not None)], rough)
     partial = [arithmetic.sum_over(op, a, axes) for a, axes in pairs]
     rough = [arithmetic.rough_sum_over(op, a, axes) for a, axes in pairs]
-    # Sums and lengths are sent together
     lengths = np.array([math.prod(a.shape[i] for i in axes) for a, axes in pairs])
     more = [r for r in rough if r is not None]
     return _Partial([*partial, lengths, *more], rough)

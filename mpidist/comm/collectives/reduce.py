@@ -87,7 +87,6 @@ class _Pack(NamedTuple):
 
     def fill(self, page: Any, leaves: Sequence[Any]) -> None:
         """Write the leaves into `page`, an array of this dtype and shape."""
-        # Alone: the page has the leaf's own shape, so the result needs no reshape.
         if self.alone is not None:
             page[...] = leaves[self.alone]
             return
@@ -208,7 +207,6 @@ def all_reduce(
         detail = reduce_op if options is None else detail_of(reduce_op, options)
     if detail is not None:
         key, plan, leaves, spec = state.plans.find(operation, detail, value, kind_of)
-        # Fast path for repeated all-reduces: skip the checks that already passed.
         if plan is not None:
             execute = reduce_packed if plan.packs else _execute
             results = execute(state, plan, leaves)
@@ -306,7 +304,6 @@ def fits(
         return False
     on_gpu = sum(map(arrays.is_device_array, inputs))
     if on_gpu:  # each has to be copied twice
-        # Down to the host, and up again.
         limit = min(limit, _GPU_BYTES)
     if on_gpu > _GPU_ARRAYS or (on_gpu and state.size == 1):
         return False
@@ -468,19 +465,16 @@ def prepare(
         packs = reserve_combination(state, op, values, options)
         return 0, lambda _: combine(state, op, packs, values, options)
     sums = plan or _plan_sums(state, op, values, options, is_sum)
-    # Transports take contiguous and aligned arrays, as nearly all are.
     partial = [
         a
         if type(a) is np.ndarray and a.dtype == dtype and a.flags.carray
         else arithmetic.contiguous(a, dtype)
         for a, dtype in zip(values, sums.sends)
     ]
-    # Results whose dtype is narrower than that of the totals
     narrow = [
         (j, state.results.empty(partial[j].size, partial[j], sums.out[j]))
         for j in sums.narrow
     ]
-    # The flag "may overflow" is added along with the arrays
     if sums.is_checked:
         partial.append(_count_large(state, partial))
     address = 0
@@ -596,7 +590,6 @@ def _narrowing(
     state: State, kind: Kind, options: CommunicationOptions
 ) -> Transport | None:
     dtype, is_device = kind
-    # Integers and 16-bit numbers would not become narrower.
     is_wide = traits(dtype).is_narrowed
     if options.compression is None or is_device or not is_wide:
         return None

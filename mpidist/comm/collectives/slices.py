@@ -73,8 +73,6 @@ def reduce_slices(
             ("dense_shape", shapes),
             *option_fields(options),
         )
-        # The number of rows may differ between ranks; all other dimensions must
-        # agree.
         described = describe_but(inputs, [0] * len(inputs))
         signature = CallSignature(name, agreed, nest.flatten(inputs)[1], described)
         sparse_call = consensus.call(signature, options.timeout_seconds)
@@ -83,7 +81,6 @@ def reduce_slices(
         results: list[Any] = list(leaves)
 
         def join() -> None:
-            # Values and indices of each leaf alternate.
             for i, values, indices in zip(sparse, gathered[::2], gathered[1::2]):
                 results[i] = _join(state, op, leaves[i], values, indices)
 

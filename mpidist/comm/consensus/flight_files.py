@@ -82,7 +82,6 @@ class FlightFiles:
             self.ring = self._make_ring()
             self._text = self._create(self._text_path)
             _write(self._text, self._header)
-        # No incomplete file is left.
         except BaseException:
             self.close(is_kept=False)
             raise

@@ -58,7 +58,6 @@ class RingTransport(MpiTransport):
         ends = [end * width for end in itertools.accumulate(counts)]
         edges = itertools.pairwise([0, *ends])
         parts = [receive[start:end] for start, end in edges]
-        # This rank's own part needs no message.
         parts[self._consensus.rank][...] = bytes_of(send)
         self._pass_on(parts, deadline, "all_gather")
 

@@ -228,7 +228,6 @@ class DistributedDataset:
         call: str = "distribute_datasets_from_function",
     ) -> DistributedDataset:
         """Return a dataset of the batches that each replica makes. Collective."""
-        # Here each replica is an input pipeline of its own.
         where = InputContext(
             extended.num_replicas, extended.replica_id, extended.num_replicas
         )
@@ -335,7 +334,6 @@ class DistributedDataset:
           10
         """
         consensus, call = self._plan.extended.consensus, "DistributedDataset.reduce"
-        # Checked on all ranks alike: cardinality is common.
         require_end(self.cardinality, call)
         iterator = iter(self)
 

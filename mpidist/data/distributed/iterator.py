@@ -304,7 +304,6 @@ class DistributedIterator:
     def _advance(self) -> LocalBatch | None:
         """Return this step's batch, or None on all replicas at the end."""
         if self._failure is not None:
-            # Raise again on all ranks: all know of the failure.
             raise DataError(self._failure)
         if self._is_closed or self._step == self._plan.cardinality:
             self._record_progress(None)
@@ -315,7 +314,6 @@ class DistributedIterator:
         except Exception as error:
             self._fail(error)
             raise
-        # None on every rank.
         if local_batch is None:
             self._end()
         else:

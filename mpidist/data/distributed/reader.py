@@ -112,7 +112,6 @@ class ReadPlan:
         """The best number of steps to read at a time."""
         if isinstance(self.pipeline, IterDataset):
             return 1
-        # Own batches are not divided.
         replicas = self.extended.num_replicas if self.is_global else 1
         return steps_per_read(self.pipeline, replicas)
 
@@ -308,12 +307,10 @@ class _IterReader(BatchReader):
         template = _template_of(element)
         self._template = (
             template
-            # The first batch sets the template; later ones must be like it.
             if self._template is None
             else _require_like(template, self._template)
         )
         rows = count_rows(element) if self._has_rows else None
-        # All rows are produced on every rank; this rank keeps its slice.
         if self._plan.is_global:
             element = self._slice(element, rows or 0)
         return LocalBatch(element, template, rows)
@@ -596,7 +593,6 @@ def _template_of(element: Any) -> Any:
     """Return arrays like those of `element`, without rows (scalars stay scalars)."""
 
     def without_rows(a: Any) -> Any:
-        # Zero-dimensional leaves have no rows to leave out.
         return np.zeros((0, *a.shape[1:]) if a.ndim else (), a.dtype)
 
     return nest.map_leaves(without_rows, element)
@@ -631,7 +627,6 @@ def _require_like(template: Any, before: Any) -> Any:
         )
     names = nest.leaf_names(spec, "batch")
     for name, a, b in zip(names, leaves, leaves_before, strict=True):
-        # Lengths may differ, structure may not.
         if (dtype_text(a.dtype), a.ndim) != (dtype_text(b.dtype), b.ndim):
             raise DataError(
                 "the batches of a dataset must be alike, but in one that follows the "
@@ -660,7 +655,6 @@ def divide(
     if is_global(policy):
         return pipeline
     if policy is AutoShardPolicy.OFF:
-        # The whole dataset on each worker, with smaller batches.
         own: MapDataset | IterDataset = pipeline.rebatch(workers)
         return own
     files = pipeline.file_count

@@ -277,7 +277,6 @@ class NodeCache(CacheBase):
 
     def fill(self, rows: Any) -> None:
         """Store the first rows, which were already read."""
-        # All leaves have the same number of rows.
         count = len(nest.flatten(rows)[0][0])
         _fill(self._held[1], np.arange(count), rows)
 
