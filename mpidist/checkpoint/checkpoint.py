@@ -384,11 +384,7 @@ def _require_name(name: str) -> None:
 
 
 def _finder(root: Any) -> Callable[[], dict[str, Any]]:
-    """Return a function that returns the current objects of a root.
-
-    Raises:
-      ArgumentError: an invalid root.
-    """
+    """Return a function that returns the current objects of a root."""
     if root is None:
         return dict
     # A function, because the objects of a root may change between saves.

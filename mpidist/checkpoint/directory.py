@@ -664,12 +664,6 @@ def _require_newest(
 ) -> None:
     """Raise if the latest checkpoint is newer than what this job continues from.
 
-    Args:
-      index: the checkpoint to be saved.
-      newest: the latest checkpoint.
-      owner: id of the Saver.
-      known: see `next_serial`.
-
     Raises:
       CheckpointError: it was saved after this job's last save or restore.
     """

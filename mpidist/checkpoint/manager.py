@@ -433,10 +433,6 @@ class CheckpointManager:
         The header of the new checkpoint records which one was preserved last, so the
         next manager continues from there. It is identified by its serial, since copying
         files changes their times.
-
-        Args:
-          index: the next checkpoint, which may replace one.
-          existing: the checkpoints that there are.
         """
         if self._known is not None:
             # What killed jobs left of this name, which is this job's from now on

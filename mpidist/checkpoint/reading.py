@@ -383,11 +383,7 @@ def _broadcast(
 
 
 def _read_piece(directory: Path, piece: Piece, into: Any) -> None:
-    """Fill a buffer with the bytes of a piece.
-
-    Raises:
-      CheckpointError: they cannot be read, or a checksum differs.
-    """
+    """Fill a buffer with the bytes of a piece."""
     start = 0
     with open_file(directory / piece.file) as descriptor:
         for size, crc32 in piece.checks:

@@ -290,9 +290,6 @@ class _Sides:
 
     Buckets dropped without `close` are collected at different times on each rank, so
     creating new ones first finds the sides that no rank uses.
-
-    Args:
-      closing: functions to call when the strategy is closed.
     """
 
     def __init__(self, closing: list[Callable[[], None]]):
@@ -593,12 +590,7 @@ class GradientBuckets:
         self._step = self._beginning = None
 
     def _leave_step(self, name: str, error: BaseException) -> None:
-        """Let the threads of all ranks end a step that has failed on this one.
-
-        Args:
-          name: of the method from which the error escapes.
-          error: which all ranks know of, or learn of by the strategy.
-        """
+        """Let the threads of all ranks end a step that has failed on this one."""
         consensus = self._consensus
         is_known = consensus.is_known(error, consensus.lock.state.events - 1)
         step = self._step if name == "__exit__" else self._beginning

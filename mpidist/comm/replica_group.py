@@ -122,11 +122,7 @@ class _Resources:
 
     @classmethod
     def free_dropped(cls, dropped: Sequence[Sequence[tuple[_Key, bool]]]) -> None:
-        """Free strategies that all their ranks have dropped. Collective.
-
-        Args:
-          dropped: the result of `list_dropped` on each calling rank.
-        """
+        """Free strategies that all their ranks have dropped. Collective."""
         by_key: dict[_Key, list[bool]] = {}
         for key, is_usable in itertools.chain.from_iterable(dropped):
             by_key.setdefault(key, []).append(is_usable)

@@ -265,14 +265,7 @@ class Batch(MapTransformation):
 def _positions(
     rows: int | None, size: int, steps: range, share: BatchShare
 ) -> tuple[Positions, list[slice]]:
-    """Return a replica's positions among rows, and where those of each batch are.
-
-    Args:
-      rows: their number; None if they are endless.
-      size: of a batch.
-      steps: the batches.
-      share: the replica's.
-    """
+    """Return a replica's positions among rows, and where those of each batch are."""
     whole = steps.stop if rows is None else min(rows // size, steps.stop)
     whole = max(whole, steps.start)
     part = share.of(size)

@@ -292,11 +292,7 @@ def _join_leaves(
 
 
 def _with_members(joined: Any, dtypes: Iterable[np.dtype[Any]], name: str) -> Any:
-    """Return an array with the enums of its elements, whose members NumPy drops.
-
-    Raises:
-      DataError: the elements have enums of other members.
-    """
+    """Return an array with the enums of its elements, whose members NumPy drops."""
     enums = {validation.members_of(dtype): dtype for dtype in dtypes}
     enums.pop((), None)  # scalars of NumPy have none
     if len(enums) > 1:

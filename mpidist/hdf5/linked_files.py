@@ -344,9 +344,6 @@ def _open_source(
     """Open a source file of a dataset in the file `virtual`.
 
     Returns: the file, and why there is none.
-
-    Raises:
-      OSError: one is not a regular file.
     """
     if name == ".":
         return virtual, ""
@@ -428,11 +425,7 @@ def _stops(space: h5s.SpaceID) -> tuple[int, ...]:
 
 
 def _find_storage(dataset: h5py.Dataset, existing: Sources) -> None:
-    """Add the files of external storage, and patterns of numbered VDS sources (%b).
-
-    Raises:
-      OSError: one is not a regular file.
-    """
+    """Add the files of external storage, and patterns of numbered VDS sources (%b)."""
     for name, _, _ in dataset.external or ():
         path = _storage_path(name, dataset.file)
         if os.path.exists(path):
@@ -479,11 +472,7 @@ def _is_shared(file: h5py.File) -> bool:
 
 
 def _find(name: str, file: h5py.File, prefix: str) -> list[str]:
-    """Return the files that HDF5 may open for a name stored in `file`, in its order.
-
-    Raises:
-      OSError: one is not a regular file.
-    """
+    """Return the files that HDF5 may open for a name stored in `file`, in its order."""
     return _existing(_candidates(name, file, prefix))
 
 

@@ -229,14 +229,7 @@ def _communicates(
 
 
 class _Loss(NamedTuple):
-    """A loss, and how its replicas count.
-
-    Args:
-      fun, argnums, has_aux: see `value_and_grad`.
-      rows: of this replica; None where all replicas have the same weight.
-      options: of the collectives.
-      strategy: of the replicas.
-    """
+    """A loss, and how its replicas count."""
 
     fun: Callable[..., Any]
     argnums: int | Sequence[int]

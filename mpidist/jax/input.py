@@ -78,11 +78,7 @@ class JaxDataset(ConvertedDataset):
 
 
 def _to_jax(leaf: Any) -> Any:
-    """Return an array of numbers as a JAX array, and other leaves unchanged.
-
-    Raises:
-      DTypeError: 64-bit integers that do not fit JAX's 32 bits.
-    """
+    """Return an array of numbers as a JAX array, and other leaves unchanged."""
     arrays.require_plain(leaf, "a batch for JAX")
     array = leaf if arrays.is_device_array(leaf) else np.asarray(leaf)
     if not arrays.fits_device(array):

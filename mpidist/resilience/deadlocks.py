@@ -198,12 +198,7 @@ def _describe(waits: list[str]) -> str:
 
 
 def _condemn(verdict: _Verdict, known_by: Consensus | None = None) -> None:
-    """Raise a DivergenceError in all threads that wait in communicators of a cycle.
-
-    Args:
-      verdict: what to raise.
-      known_by: the communicator whose ranks all know of it.
-    """
+    """Raise a DivergenceError in all threads that wait in communicators of a cycle."""
     found = [c for c in Consensus.in_use if _key(c) in verdict.communicators]
     found = [c for c in found if c.departures.deadlock is None]
     for consensus in found:  # before a thread of this rank raises

@@ -270,12 +270,7 @@ def _is_copy(error: BaseException) -> bool:
 
 
 def _report(text: str, is_others: bool) -> NoReturn:
-    """Report why the job ends, unless another rank does, and end it.
-
-    Args:
-      text: the reason.
-      is_others: whether another rank will report the same.
-    """
+    """Report why the job ends, unless another rank does, and end it."""
     if is_others:
         time.sleep(_GRACE_SECONDS)
     end = time.monotonic() + _OTHERS_SECONDS

@@ -369,11 +369,7 @@ def _kind_of(dtype: Any, shape: tuple[int, ...], is_weighted: bool) -> str:
 
 
 def _weights_of(sample_weight: Any, rows: Any) -> Any:
-    """Return the weights of rows as float64.
-
-    Raises:
-      ArgumentError: see `Moments.update_state`.
-    """
+    """Return the weights of rows as float64."""
     weights = host_rows(sample_weight, "sample_weight").astype(np.float64)
     if weights.shape != rows.shape[:1]:
         raise ArgumentError(
@@ -429,13 +425,7 @@ def describe(
 
 
 def _add(rows: Any, moments: Any, empty: Moments) -> Any:
-    """Return `Moments` with these rows, too, in the structure of the rows.
-
-    Args:
-      rows: of one batch.
-      moments: those of earlier rows, or None.
-      empty: has the settings.
-    """
+    """Return `Moments` with these rows, too, in the structure of the rows."""
     if isinstance(rows, Mapping):
         return {
             name: _add(part, moments and moments[name], empty)

@@ -448,11 +448,7 @@ class Hdf5Writer:
                     path.unlink()
 
     def _require_free(self) -> list[_Found]:
-        """Return the files of this output that exist, which may go.
-
-        Raises:
-          ArgumentError: some may not.
-        """
+        """Return the files of this output that exist, which may go."""
         found = _find_output(self._path)
         kept = [each.path for each in found]
         if self._overwrite:

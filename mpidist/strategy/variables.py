@@ -791,13 +791,7 @@ def _copy_of_new(old: Any, new: Any) -> Any:
 
 
 def _signature(call: str, value: Any, part: Any = None) -> CallSignature:
-    """Return what ranks compare where all pass equal arrays: checksums of all bytes.
-
-    Args:
-      call: the operation.
-      value: a nest of arrays.
-      part: of the variable, which must be equal, too.
-    """
+    """Return what ranks compare where all pass equal arrays: checksums of all bytes."""
     leaves, spec = nest.flatten(value)
     options = () if part is None else (("part", part),)
     described = [

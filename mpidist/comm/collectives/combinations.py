@@ -128,14 +128,7 @@ def _combine_pack(
 
 
 def _check_product(state: State, total: Any, parts: Sequence[Any], start: int) -> None:
-    """Raise, on all ranks, if integers have overflowed.
-
-    Args:
-      state: of the strategy.
-      total: the product.
-      parts: of all ranks.
-      start: the number of its first element in the pack.
-    """
+    """Raise, on all ranks, if integers have overflowed."""
     # All ranks have the same parts, so all raise, or none does.
     with state.consensus.same_on_all():
         for block, *others in arithmetic.in_blocks([total, *parts]):

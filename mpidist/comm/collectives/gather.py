@@ -186,14 +186,7 @@ def _read(
 def _gather(
     state: State, plan: GatherPlan, inputs: Sequence[Any], lengths: Any
 ) -> list[Any]:
-    """Like `execute`, for arrays that were not sent with the comparison.
-
-    Args:
-      state: of the strategy.
-      plan: of the call.
-      inputs: this rank's arrays.
-      lengths: of each array on each rank, by rank.
-    """
+    """Like `execute`, for arrays that were not sent with the comparison."""
     axes, options = plan.axes, plan.counts.options
     deadline = deadline_of(options)
     # Packs must be the same on all ranks, so sizes are those of the results
@@ -239,16 +232,7 @@ def _reserve(
     sizes: Sequence[int],
     options: CommunicationOptions,
 ) -> list[_Pack]:
-    """Allocate memory for gathers. Not collective.
-
-    Args:
-      state: of the strategy.
-      inputs: the arrays.
-      axes: of each array.
-      shapes: of the results.
-      sizes: of the results, in bytes.
-      options: see `CommunicationOptions`.
-    """
+    """Allocate memory for gathers. Not collective."""
     packs, rest = [], []
     counts = list(map(math.prod, shapes))
     for j, (value, axis) in enumerate(zip(inputs, axes, strict=True)):

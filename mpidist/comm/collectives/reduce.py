@@ -267,14 +267,7 @@ def _execute(
     inputs: Sequence[Any],
     reduction: Reduction | None = None,
 ) -> list[Any]:
-    """Return the reductions of the leaves, once the ranks agree. Collective.
-
-    Args:
-      state: of the strategy.
-      plan: of the call.
-      inputs: arrays, or numbers if the plan was known.
-      reduction: prepares the reduction to use instead of transports.
-    """
+    """Return the reductions of the leaves, once the ranks agree. Collective."""
     if plan.packs:
         return reduce_packed(state, plan, inputs)
     # Plain numbers become arrays only here: the packed path takes them as they are.
@@ -730,11 +723,6 @@ def _check_integers(state: State, partial: Sequence[Any], totals: list[Any]) -> 
 
     Only if some rank has large integers, all are added again in float64, whatever
     options and operations the user has chosen for the sums.
-
-    Args:
-      state: of the strategy.
-      partial: the summands; the last one is the result of `_count_large`.
-      totals: the sums; those of narrow dtypes are replaced by exact ones.
     """
     # The total of all ranks' flags: zero on all or none, so all return here
     # together.

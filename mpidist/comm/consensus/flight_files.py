@@ -165,11 +165,7 @@ class FlightFiles:
 
 
 def _create(path: Path) -> int:
-    """Return a new file that is open for reading and writing.
-
-    Raises:
-      OSError: something has that name.
-    """
+    """Return a new file that is open for reading and writing."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, 0o666)
 

@@ -119,11 +119,7 @@ class NcclTransport(Transport):
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[Any]:
-        """Yield the communicator, protected from an abort by another thread.
-
-        Raises:
-          RankLostError: a rank has died.
-        """
+        """Yield the communicator, protected from an abort by another thread."""
         failures = self._consensus.failures
         try:
             with self._lock:

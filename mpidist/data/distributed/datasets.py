@@ -515,11 +515,6 @@ def _share_indexes(
 
     Called in a scope, which raises errors of one rank on all.
 
-    Args:
-      extended: of the strategy.
-      pipeline: dataset whose files all ranks read.
-      call: the user's call, for error messages.
-
     Raises:
       MismatchError: the ranks name different files.
       DataError: a file is missing, damaged, or does not fit the others.

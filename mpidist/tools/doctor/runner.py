@@ -168,11 +168,7 @@ class _Runner:
         self._rows.append(self._failed)
 
     def end(self, status: int | None) -> int:
-        """Print what has not been printed; return the exit status.
-
-        Args:
-          status: that the ranks agreed on; None if they did not get so far.
-        """
+        """Print what has not been printed; return the exit status."""
         is_open = status is None and self._printed_status is None
         if is_open and self._prints():
             return self._print()
