@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from mpidist.checkpoint import directory as directories
@@ -360,12 +359,7 @@ class CheckpointManager:
         self._consensus.enter_scope()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         """Wait for the save in the background. Collective."""
         try:
             self._consensus.leave_scope(f"the end of {_CALL}'s with", error)

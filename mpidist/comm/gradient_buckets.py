@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -545,12 +544,7 @@ class GradientBuckets:
             made = record() if arrays.is_device_array(array) else None
             self._step.put(number, array, made)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         """End a step: wait for the reductions, which are then in `result`. Collective.
 
         Raises, on all replicas:

@@ -10,7 +10,6 @@ import secrets
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 from mpidist.comm.consensus.consensus import Fields
@@ -268,12 +267,7 @@ class Hdf5Writer:
         self._extended.consensus.enter_scope()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         """Close the files, or remove them if any rank has an error. Collective."""
         try:
             self._extended.consensus.leave_scope("the end of Hdf5Writer's with", error)
