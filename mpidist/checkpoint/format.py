@@ -618,11 +618,7 @@ def _write_content(
         os.fsync(descriptor)
     took = 0 if begun is None else math.ceil(1000 * (time.monotonic() - begun))
     header = dataclasses.replace(
-        header,
-        size=plan.size,
-        structure_crc32=crc32,
-        data=data,
-        milliseconds=took,
+        header, size=plan.size, structure_crc32=crc32, data=data, milliseconds=took
     )
     checked_write(descriptor, 0, render(header, plan.header_bytes))
     return header

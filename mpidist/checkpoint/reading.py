@@ -311,9 +311,7 @@ def _original(
     return (dtype, shape) if text is None else original_dtype(str(text), dtype, shape)
 
 
-def _dtype_and_shape(
-    dataset: h5py.Dataset,
-) -> tuple[np.dtype[Any], tuple[int, ...]]:
+def _dtype_and_shape(dataset: h5py.Dataset) -> tuple[np.dtype[Any], tuple[int, ...]]:
     if dataset.shape is None:
         return np.dtype(np.uint8), (0,)
     if (

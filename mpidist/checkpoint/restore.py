@@ -557,10 +557,7 @@ class LoadStatus:
     """
 
     def __init__(
-        self,
-        path: str | None,
-        missing: Sequence[str] = (),
-        unused: Sequence[str] = (),
+        self, path: str | None, missing: Sequence[str] = (), unused: Sequence[str] = ()
     ):
         self.path = path
         self.missing = tuple(missing)

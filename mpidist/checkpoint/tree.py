@@ -38,12 +38,7 @@ import h5py
 import numpy as np
 
 from mpidist.device import arrays
-from mpidist.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    DTypeError,
-    MpidistError,
-)
+from mpidist.errors import ArgumentError, ArgumentTypeError, DTypeError, MpidistError
 from mpidist.util.dtypes import foreign, traits
 from mpidist.util.validation import shown
 from mpidist.values import Mirrored

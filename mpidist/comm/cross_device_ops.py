@@ -25,11 +25,7 @@ from mpidist.comm.topology import Topology, parse_devices
 from mpidist.comm.transports.base import Transport
 from mpidist.comm.transports.staging import StagingTransport
 from mpidist.device import arrays
-from mpidist.errors import (
-    ArgumentError,
-    ContextError,
-    LaunchError,
-)
+from mpidist.errors import ArgumentError, ContextError, LaunchError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest, validation
 from mpidist.util.representation import one_line

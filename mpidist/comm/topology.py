@@ -15,11 +15,7 @@ from mpi4py import MPI
 from mpidist import _version
 from mpidist.comm.consensus.consensus import FINALIZED
 from mpidist.comm.consensus.failures import FailureDetector, can_survive
-from mpidist.comm.consensus.pending import (
-    Pending,
-    gather_likely_equal,
-    highest,
-)
+from mpidist.comm.consensus.pending import Pending, gather_likely_equal, highest
 from mpidist.comm.consensus.process_monitor import monitor_processes
 from mpidist.comm.consensus.signatures import group_by_rank
 from mpidist.device.binding import gpu_count, use_gpu

@@ -14,11 +14,7 @@ import numpy as np
 
 from mpidist.data import sharding
 from mpidist.data.elements import as_element, from_lists, owned, plain_array, stack
-from mpidist.data.iter_dataset import (
-    IterDataset,
-    IterTransformation,
-    count_rows,
-)
+from mpidist.data.iter_dataset import IterDataset, IterTransformation, count_rows
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.ordering import FullBatches
 from mpidist.data.shuffling import ChunkShuffle

@@ -16,12 +16,7 @@ import numpy.typing as npt
 
 from mpidist.data.elements import is_plain, one_dtype, split, stack
 from mpidist.data.iter_dataset import IterDataset, IterTransformation
-from mpidist.data.map_dataset import (
-    Epoch,
-    MapDataset,
-    MapTransformation,
-    drawn_seeds,
-)
+from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation, drawn_seeds
 from mpidist.data.shuffling import Seed
 from mpidist.data.sources import Positions, take_rows
 from mpidist.data.spec import TensorSpec

@@ -11,17 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidist.data.batching import call_function
-from mpidist.data.iter_dataset import (
-    IterDataset,
-    IterTransformation,
-    MapToIterDataset,
-)
-from mpidist.data.map_dataset import (
-    Epoch,
-    MapDataset,
-    MapTransformation,
-    drawn_seeds,
-)
+from mpidist.data.iter_dataset import IterDataset, IterTransformation, MapToIterDataset
+from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation, drawn_seeds
 from mpidist.data.sharding import mix_seed
 from mpidist.data.shuffling import Seed, drawing
 from mpidist.data.sources import Positions

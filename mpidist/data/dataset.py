@@ -291,11 +291,7 @@ class Dataset(metaclass=_DatasetType):
         """
         check_name(name)
         function = validation.function("map_func", map_func)
-        return self._append(
-            batching.Map,
-            function,
-            count_threads(num_parallel_calls),
-        )
+        return self._append(batching.Map, function, count_threads(num_parallel_calls))
 
     def shuffle(
         self,

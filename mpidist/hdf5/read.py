@@ -294,11 +294,7 @@ class Hdf5Rows:
         return leaves
 
     def _read(
-        self,
-        part: FileRows,
-        field: int,
-        blocks: Mapping[Key, Any],
-        buffers: Buffers,
+        self, part: FileRows, field: int, blocks: Mapping[Key, Any], buffers: Buffers
     ) -> Any:
         file, rows, _ = part
         index, parallel = self._index(file, field), self._blocks.parallel

@@ -324,10 +324,7 @@ def _numbers(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def _count_rows(
-    call: str,
-    args: Sequence[Any],
-    numbers: Sequence[int],
-    batch: Sequence[int] | None,
+    call: str, args: Sequence[Any], numbers: Sequence[int], batch: Sequence[int] | None
 ) -> int | None:
     """Return the number of rows of this replica; None if no argument has rows.
 

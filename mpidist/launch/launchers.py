@@ -258,11 +258,7 @@ def _batch_system(name: str, *, job: Job, prefixes: tuple[str, ...]) -> Launcher
     return Launcher(name, False, (), None, job, None, _fits, prefixes)
 
 
-TORCHRUN = _without_mpi(
-    "torchrun",
-    marks=("TORCHELASTIC_RUN_ID",),
-    processes=_OF_TORCH,
-)
+TORCHRUN = _without_mpi("torchrun", marks=("TORCHELASTIC_RUN_ID",), processes=_OF_TORCH)
 HOROVODRUN = _without_mpi(
     "horovodrun",
     marks=(),

@@ -26,12 +26,7 @@ from mpidist.comm.consensus.signatures import END, call_site, exits
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.context import default_strategy, explain
 from mpidist.device.binding import current_gpu, use_gpu
-from mpidist.errors import (
-    CollectiveError,
-    DivergenceError,
-    MpidistError,
-    RemoteError,
-)
+from mpidist.errors import CollectiveError, DivergenceError, MpidistError, RemoteError
 from mpidist.launch.launchers import find_local_size
 from mpidist.launch.mpi_defaults import (
     abort_while_importing,

@@ -45,10 +45,7 @@ class Pass:
     """
 
     def __init__(
-        self,
-        find_weight: Callable[[Pass], float],
-        is_synced: bool,
-        rows: float | None,
+        self, find_weight: Callable[[Pass], float], is_synced: bool, rows: float | None
     ):
         self._find_weight = find_weight
         self.is_synced, self.rows = is_synced, rows

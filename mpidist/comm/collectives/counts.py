@@ -13,11 +13,7 @@ import numpy as np
 
 from mpidist.comm.collectives.arguments import deadline_of
 from mpidist.comm.collectives.plans import State
-from mpidist.comm.consensus.comparison import (
-    ALIGNMENT_BYTES,
-    Pages,
-    PayloadComparison,
-)
+from mpidist.comm.consensus.comparison import ALIGNMENT_BYTES, Pages, PayloadComparison
 from mpidist.comm.consensus.consensus import Call
 from mpidist.options import CommunicationImplementation, CommunicationOptions
 from mpidist.util.available_memory import round_up
@@ -55,11 +51,7 @@ class Reader:
 
 
 def plan_counts(
-    state: State,
-    call: Call,
-    counts: int,
-    options: CommunicationOptions,
-    carries: bool,
+    state: State, call: Call, counts: int, options: CommunicationOptions, carries: bool
 ) -> CountPlan:
     """Return a plan. Not collective.
 

@@ -248,24 +248,12 @@ def reduce_scatter(
         if fits(state, op, inputs, wanted):
             packed = plan_reduction(state, call, op, wanted, structure, inputs)
         plan = ExchangePlan(
-            call,
-            wanted,
-            structure,
-            axes,
-            divided,
-            op=op,
-            out=out,
-            packed=packed,
+            call, wanted, structure, axes, divided, op=op, out=out, packed=packed
         )
         return plan, leaves, inputs
 
     return state.plans.run(
-        operation,
-        detail,
-        value,
-        kind_of,
-        make,
-        functools.partial(_reduce, state),
+        operation, detail, value, kind_of, make, functools.partial(_reduce, state)
     )
 
 

@@ -172,10 +172,7 @@ class PayloadComparison:  # not an abc.ABC, for which isinstance is slow
     """
 
     def __init__(
-        self,
-        own: Sequence[Any],
-        everyone: Sequence[Sequence[Any]],
-        payload_bytes: int,
+        self, own: Sequence[Any], everyone: Sequence[Sequence[Any]], payload_bytes: int
     ):
         assert payload_bytes <= len(own[0]) - _HEADER_BYTES
         self._own = own

@@ -539,11 +539,7 @@ class Consensus:
             raise
 
     def root_only(
-        self,
-        operation: str,
-        fn: Callable[[], T],
-        root: int = 0,
-        agreed: Fields = (),
+        self, operation: str, fn: Callable[[], T], root: int = 0, agreed: Fields = ()
     ) -> T:
         """Return the result of `fn()`, called on rank `root` only. Collective.
 

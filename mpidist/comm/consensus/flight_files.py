@@ -63,12 +63,7 @@ class FlightFiles:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        job: int,
-        channel: int,
-        rank: int,
-        header: Mapping[str, Any],
+        self, folder: Path, job: int, channel: int, rank: int, header: Mapping[str, Any]
     ):
         folder = folder.absolute()  # the program may change its own later
         self._ring_path = ring_path(folder, job, channel, rank)

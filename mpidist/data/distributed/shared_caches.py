@@ -20,13 +20,7 @@ from mpidist.data.caching import (
 )
 from mpidist.data.elements import one_dtype, split, stack
 from mpidist.data.iter_dataset import IterDataset
-from mpidist.data.map_dataset import (
-    Epoch,
-    MapDataset,
-    OpenSources,
-    drawn_seeds,
-    walk,
-)
+from mpidist.data.map_dataset import Epoch, MapDataset, OpenSources, drawn_seeds, walk
 from mpidist.data.sources import Positions
 from mpidist.errors import ArgumentError
 from mpidist.util import nest

@@ -23,14 +23,7 @@ from mpidist.launch.launchers import NO_MPI, OPEN_MPI, has_pmix, is_silent
 from mpidist.tools.doctor import checks
 from mpidist.tools.doctor.children import Child, run_named
 from mpidist.tools.doctor.paths import try_alone
-from mpidist.tools.doctor.rows import (
-    FAIL,
-    Failure,
-    Row,
-    to_json,
-    to_text,
-    worst,
-)
+from mpidist.tools.doctor.rows import FAIL, Failure, Row, to_json, to_text, worst
 from mpidist.util.files import replace_file
 
 _STARTING = "starting MPI"
