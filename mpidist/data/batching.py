@@ -130,10 +130,11 @@ class Map(MapTransformation):
 
     def iterate(self, epoch: Epoch, *parents: Any) -> Iterator[Any]:
         elements = parents[0].iterate(epoch)
+        call = functools.partial(call_mapped, self._fn)
         if self._threads > 1:
-            yield from call_ahead(self._call, elements, self._threads)
+            yield from call_ahead(call, elements, self._threads)
         else:
-            yield from map(self._call, elements)
+            yield from map(call, elements)
 
 
 class Batch(MapTransformation):

@@ -164,8 +164,8 @@ class Cache(CacheBase):
         super().__init__(parent)
         self.memory = CacheMemory()
 
-    def _with_parent(self, parent: MapDataset) -> MapDataset:
-        return Cache(parent)  # with memory of its own, for other elements
+    def replace_parents(self, change: Callable[[Any], Any]) -> MapDataset:
+        return Cache(change(self._parent))  # with memory of its own
 
     @property
     def has_even_batches(self) -> bool:

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import copy
 import itertools
 import types
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 from mpidist.data.elements import as_element, take_element
-from mpidist.data.map_dataset import Epoch, MapDataset, OpenSources, Steps
+from mpidist.data.map_dataset import (
+    Epoch,
+    MapDataset,
+    OpenSources,
+    Steps,
+    Transformation,
+)
 from mpidist.data.spec import spec_of
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.util import nest, validation
@@ -214,31 +219,10 @@ class MapToIterDataset(IterDataset):
         return self._pipeline.example(epoch)
 
 
-class IterTransformation(IterDataset):
-    """A transformation of one parent."""
+class IterTransformation(Transformation, IterDataset):
+    """A transformation of elements that come in order."""
 
-    def __init__(self, parent: IterDataset):
-        self._parent = parent
-
-    @property
-    def batch_size(self) -> int | None:
-        return self._parent.batch_size
-
-    @property
-    def is_batched(self) -> bool:
-        return self._parent.is_batched
-
-    @property
-    def parents(self) -> tuple[IterDataset]:
-        return (self._parent,)
-
-    def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
-        transformation = copy.copy(self)
-        transformation._parent = change(self._parent)
-        return transformation
-
-    def example(self, epoch: Epoch) -> Any:
-        return self._parent.example(epoch)
+    _parent: IterDataset
 
 
 def count_rows(batch: Any, call: str = "") -> int:

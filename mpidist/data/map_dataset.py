@@ -118,6 +118,34 @@ class Steps(abc.ABC):
         return spec_of(self.example(Epoch()), self.is_batched)
 
 
+class Transformation(Steps):
+    """A transformation of one parent."""
+
+    def __init__(self, parent: Any):
+        self._parent = parent
+
+    @property
+    def batch_size(self) -> int | None:
+        size: int | None = self._parent.batch_size
+        return size
+
+    @property
+    def is_batched(self) -> bool:
+        return bool(self._parent.is_batched)
+
+    @property
+    def parents(self) -> tuple[Any, ...]:
+        return (self._parent,)
+
+    def replace_parents(self, change: Callable[[Any], Any]) -> Any:
+        again = copy.copy(self)
+        again._parent = change(self._parent)
+        return again
+
+    def example(self, epoch: Epoch) -> Any:
+        return self._parent.example(epoch)
+
+
 class MapDataset(Steps):
     """A dataset whose elements have numbers, by which they are read."""
 
@@ -308,39 +336,18 @@ class SourceMapDataset(MapDataset):
         )
 
 
-class MapTransformation(MapDataset):
+class MapTransformation(Transformation, MapDataset):
     """A transformation; by default of the order, from which `locate` follows."""
 
-    def __init__(self, parent: MapDataset):
-        self._parent = parent
+    _parent: MapDataset
 
     @property
     def length(self) -> int | None:
         return self._parent.length
 
     @property
-    def batch_size(self) -> int | None:
-        return self._parent.batch_size
-
-    @property
-    def is_batched(self) -> bool:
-        return self._parent.is_batched
-
-    @property
-    def parents(self) -> tuple[MapDataset, ...]:
-        return (self._parent,)
-
-    @property
     def row_bytes(self) -> int | None:
         return self._parent.row_bytes
-
-    def replace_parents(self, change: Callable[[MapDataset], MapDataset]) -> MapDataset:
-        return self._with_parent(change(self._parent))
-
-    def _with_parent(self, parent: MapDataset) -> MapDataset:
-        transformation = copy.copy(self)
-        transformation._parent = parent
-        return transformation
 
     def locate(self, epoch: Epoch, positions: Positions) -> Positions:
         """Return the parent's indices of the elements at `positions`."""
@@ -365,9 +372,6 @@ class MapTransformation(MapDataset):
     def local_batch(self, epoch: Epoch, i: int, share: BatchShare) -> Any:
         epoch, i = self.locate_one(epoch, i)
         return self._parent.local_batch(epoch, i, share)
-
-    def example(self, epoch: Epoch) -> Any:
-        return self._parent.example(epoch)
 
 
 def walk(steps: Any) -> Iterator[Any]:

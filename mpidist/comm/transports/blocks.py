@@ -61,7 +61,6 @@ class WholeSum(InFlight):
         self.requests.append(comm.Iallreduce(MPI.IN_PLACE, total, MPI.SUM))
 
     def end(self, wait: Wait) -> None:
-        """See `BlockSum.end`."""
         self.wait_for_all(wait)
 
     def share(self, wait: Wait) -> None:

@@ -54,7 +54,6 @@ class DeviceTransport(MpiTransport):
         deadline: float | None,
         wire: np.dtype[Any] | None = None,
     ) -> None:
-        """See `Transport.allreduce`."""
         send = packing.pack(sends)
         send, receive = send.reshape(-1), receive.reshape(-1)
         step = max(1, self._block_bytes // receive.dtype.itemsize)
@@ -89,12 +88,10 @@ class DeviceTransport(MpiTransport):
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
     ) -> None:
-        """See `Transport.allgatherv`."""
         arrays.synchronize(send)
         super().allgatherv(send, receive, counts, deadline)
 
     def alltoallv(self, send: Any, *arguments: Any, **options: Any) -> None:
-        """See `MpiTransport.alltoallv`."""
         arrays.synchronize(send)
         super().alltoallv(send, *arguments, **options)
 
@@ -127,7 +124,6 @@ class DeviceMpiTransport(MpiTransport):
         deadline: float | None,
         wire: np.dtype[Any] | None = None,
     ) -> None:
-        """See `Transport.allreduce`."""
         if deadline is not None:
             self._adder.allreduce(sends, receive, deadline)
             return
@@ -139,11 +135,9 @@ class DeviceMpiTransport(MpiTransport):
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
     ) -> None:
-        """See `Transport.allgatherv`."""
         self._adder.allgatherv(send, receive, counts, deadline)
 
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
-        """See `Transport.broadcast`."""
         self._adder.broadcast(buffer, root, deadline)
 
 

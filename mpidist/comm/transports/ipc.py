@@ -168,7 +168,6 @@ class IpcTransport(Transport):
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
     ) -> None:
-        """See `Transport.allgatherv`."""
         width, step = send.dtype.itemsize, self._slot_bytes
         send, receive = bytes_of(send), bytes_of(receive)
         ends = [end * width for end in itertools.accumulate(counts)]
@@ -187,7 +186,6 @@ class IpcTransport(Transport):
                     assign(part, slot[: part.size])
 
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
-        """See `Transport.broadcast`."""
         buffer, step = bytes_of(buffer), self._slot_bytes
         with self._order:
             for start in range(0, buffer.size, step):

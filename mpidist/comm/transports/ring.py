@@ -53,7 +53,6 @@ class RingTransport(MpiTransport):
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
     ) -> None:
-        """See `Transport.allgatherv`."""
         width, receive = send.dtype.itemsize, bytes_of(receive)
         ends = [end * width for end in itertools.accumulate(counts)]
         edges = itertools.pairwise([0, *ends])
@@ -62,7 +61,6 @@ class RingTransport(MpiTransport):
         self._pass_on(parts, deadline, "all_gather")
 
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
-        """See `Transport.broadcast`."""
         data = bytes_of(buffer)
         # Broadcast is an allgather in which all parts but the root's are empty.
         parts = [data[:0]] * self._consensus.size

@@ -223,7 +223,6 @@ class SharedTransport(Transport):
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
     ) -> None:
-        """See `Transport.allgatherv`."""
         width, step = send.dtype.itemsize, self._barrier.slot_bytes
         send, receive = bytes_of(send), bytes_of(receive)
         ends = [end * width for end in itertools.accumulate(counts)]
@@ -275,7 +274,6 @@ class SharedTransport(Transport):
                 place[...] = _as_block(slot, place)
 
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
-        """See `Transport.broadcast`."""
         buffer, step = bytes_of(buffer), self._barrier.slot_bytes
         for start in range(0, buffer.size, step):
             # All ranks take the turn together, though only one of them writes.

@@ -75,7 +75,6 @@ class StagingTransport(Transport):
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
     ) -> None:
-        """See `Transport.allgatherv`."""
         width = send.dtype.itemsize
         send, receive = bytes_of(send), bytes_of(receive)
         sizes = [count * width for count in counts]

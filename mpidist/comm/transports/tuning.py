@@ -223,18 +223,15 @@ class BySizeTransport(Transport):
         deadline: float | None,
         wire: np.dtype[Any] | None = None,
     ) -> None:
-        """See `Transport.allreduce`."""
         self._pick("allreduce", receive).allreduce(sends, receive, deadline, wire)
 
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
     ) -> None:
-        """See `Transport.allgatherv`."""
         transport = self._pick("allgatherv", receive)
         transport.allgatherv(send, receive, counts, deadline)
 
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
-        """See `Transport.broadcast`."""
         self._pick("broadcast", buffer).broadcast(buffer, root, deadline)
 
 
