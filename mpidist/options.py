@@ -155,7 +155,6 @@ class VariableAggregation(enum.Enum):
 
 
 def _member(kind: type[K], value: Any) -> K | None:
-    """Return the member for a member or its value."""
     try:
         return kind(value)
     except Exception:  # `repr` of any object may fail

@@ -208,7 +208,6 @@ class ArrayView(NDArrayOperatorsMixin):
     __matmul__, __rmatmul__ = _operator(operator.matmul), _reflected(operator.matmul)
 
     def _array(self) -> Any:
-        """Return the array that reads are answered from."""
         raise NotImplementedError(type(self).__name__)  # pragma: no cover
 
     @property
@@ -346,7 +345,6 @@ def make_read_only(array: Any) -> Any:
 
 
 def _read_only_view(value: Any) -> Any:
-    """Return a nest with read-only views of its NumPy arrays."""
     if not isinstance(value, np.ndarray):
         is_nest = isinstance(value, dict | list | tuple)
         return nest.map_leaves(_read_only_view, value) if is_nest else value
@@ -413,7 +411,6 @@ def _wrap(leaf: Any, replica_id: int) -> Any:
 
 
 def _is_leaf(value: Any) -> bool:
-    """Return whether a value is known to be a leaf."""
     return type(value) in _COMMON or isinstance(value, DistributedValues)
 
 

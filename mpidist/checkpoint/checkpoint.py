@@ -355,7 +355,6 @@ class Checkpoint(Tracked):
         return LoadStatus(str(index), plan.missing, plan.unused)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Private attributes are the object's own; all others are saved.
         if name.startswith("_"):
             object.__setattr__(self, name, value)
             return
@@ -378,7 +377,6 @@ class Checkpoint(Tracked):
 
 
 def _require_name(name: str) -> None:
-    """Raise an ArgumentError for a name that no object can have."""
     if name == _COUNTER or hasattr(Checkpoint, name):
         raise ArgumentError(f"an object of a Checkpoint cannot be named {name!r}")
     # Raises for a name that HDF5 cannot store, here instead of at the first save.
@@ -386,11 +384,7 @@ def _require_name(name: str) -> None:
 
 
 def _finder(root: Any) -> Callable[[], dict[str, Any]]:
-    """Return a function that returns the current objects of a root.
-
-    Raises:
-      ArgumentError: an invalid root.
-    """
+    """Return a function that returns the current objects of a root."""
     if root is None:
         return dict
     # A function, because the objects of a root may change between saves.

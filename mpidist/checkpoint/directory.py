@@ -664,12 +664,6 @@ def _require_newest(
 ) -> None:
     """Raise if the latest checkpoint is newer than what this job continues from.
 
-    Args:
-      index: the checkpoint to be saved.
-      newest: the latest checkpoint.
-      owner: id of the Saver.
-      known: see `next_serial`.
-
     Raises:
       CheckpointError: it was saved after this job's last save or restore.
     """
@@ -704,7 +698,6 @@ def _refuse(index: Path, newest: Saved, why: str) -> NoReturn:
 
 
 def _is_held(path: Path) -> bool:
-    """Return whether this process holds the lock on a file."""
     try:
         status = path.stat()
         return any(os.path.samestat(status, os.fstat(one)) for one in list(locked))

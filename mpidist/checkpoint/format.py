@@ -123,7 +123,6 @@ def header_bytes(data: int, shards: list[str]) -> int:
     Raises:
       CheckpointError: it exceeds the limit.
     """
-    # Quotes and escapes of JSON included.
     names = sum(len(json.dumps(name)) + _SHARD_BYTES for name in shards)
     needed = _LINE_BYTES + _FIXED_BYTES + data * _DATA_BYTES + names
     if needed > _LARGEST_BYTES:
@@ -176,7 +175,6 @@ def parse(data: bytes) -> Header:
     """
     length, crc32 = parse_first(data)
     body = data[_LINE_BYTES:length]
-    # Checked before it is parsed.
     if len(data) < length or zlib.crc32(body) != crc32:
         raise ValueError("the checksum of its header does not match")
     fields = json.loads(body)
@@ -196,7 +194,6 @@ def parse(data: bytes) -> Header:
         _writer(fields.get("writer")),
     )
     _require_order(header, length)
-    # Of what is left besides header and arrays.
     structure = header.size - length - sum(size for _, size, _ in header.data)
     if structure > LARGEST_STRUCTURE_BYTES:
         raise ValueError(f"it claims a structure of {structure} bytes")
@@ -204,7 +201,6 @@ def parse(data: bytes) -> Header:
 
 
 def _require_order(header: Header, end: int) -> None:
-    """Raise if blocks overlap, or exceed the file."""
     # Ascending and disjoint; so the sizes cannot add up to more than the file.
     for offset, size, _ in header.data:
         if offset < end or size < 1:
@@ -235,7 +231,6 @@ def _writer(value: Any) -> tuple[str, int] | None:
 
 
 def _file_name(value: Any) -> str:
-    """Return the name of a file if it is one in the same directory."""
     # A name with a path could refer to a file outside the directory.
     if type(value) is not str or "/" in value or value.strip(".") == "":
         raise ValueError(f"its header has {value!r} where a file's name belongs")
@@ -605,7 +600,6 @@ def _write_content(
     descriptor: int, plan: FileLayout, header: Header, begun: float | None
 ) -> Header:
     """Write arrays, structure, and at last the header, which is returned."""
-    # The header needs the checksums of the arrays
     data = tuple(
         (offset, block.nbytes, checked_write(descriptor, offset, block))
         for offset, block in plan.data
@@ -624,11 +618,7 @@ def _write_content(
         os.fsync(descriptor)
     took = 0 if begun is None else math.ceil(1000 * (time.monotonic() - begun))
     header = dataclasses.replace(
-        header,
-        size=plan.size,
-        structure_crc32=crc32,
-        data=data,
-        milliseconds=took,
+        header, size=plan.size, structure_crc32=crc32, data=data, milliseconds=took
     )
     checked_write(descriptor, 0, render(header, plan.header_bytes))
     return header
@@ -694,7 +684,6 @@ def lay_out(
     # In the order of the file, so that the disk is written in one direction.
     for offset, array in sorted(placed, key=lambda pair: pair[0]):
         if array.nbytes > inline_bytes:
-            # Large arrays are only noted; `write_file` streams them.
             for start in range(0, array.nbytes, BLOCK_BYTES):
                 data.append((offset + start, array[start : start + BLOCK_BYTES]))
         else:
@@ -757,7 +746,6 @@ def _create(
         made.attrs["type"] = json.dumps(node.type)
     if node.role:
         made.attrs["role"] = node.role
-    # Only dtypes that HDF5 does not give back as they were.
     kind = storage(node.dtype) if isinstance(node, Leaf) else None
     if kind is not None and kind.text:
         made.attrs["dtype"] = kind.text
@@ -774,7 +762,6 @@ def _create_virtual(
         names = escape_source(shards[shard]), escape_source(name)
         source = h5py.VirtualSource(*names, (stop - start, *inner), dtype)
         first = 0
-        # A range of elements is several hyperslabs of a multidimensional array.
         for box in boxes(shape, start, stop):
             count = math.prod(part.stop - part.start for part in box)
             layout[box] = source[first : first + count]
@@ -785,12 +772,10 @@ def _create_virtual(
 def _create_contiguous(file: h5py.File, name: str, leaf: Leaf) -> h5py.Dataset:
     """Create a contiguous dataset, whose range of the file is allocated at once."""
     is_text = leaf.dtype == np.uint8 and LEAF_KINDS[leaf.kind].is_text
-    # A null dataspace: None, and empty text, have no bytes.
     if is_text and not leaf.size_bytes:
         space = h5py.h5s.create(h5py.h5s.NULL)
         dtype = np.dtype(np.int8)
     elif is_text:
-        # Readable by other programs as text, with its length fixed.
         space = h5py.h5s.create(h5py.h5s.SCALAR)
         dtype = h5py.string_dtype("utf-8", leaf.size_bytes)
     else:
@@ -820,14 +805,11 @@ def boxes(
         skipped = last * inner
         yield from boxes(shape[1:], start - skipped, stop - skipped, (*before, within))
         return
-    # The end of the row before the first whole one.
     if start < first * inner:
         tail = (*before, slice(first - 1, first))
         yield from boxes(shape[1:], start - (first - 1) * inner, inner, tail)
-    # All whole rows in one hyperslab.
     if first < last:
         yield (*before, slice(first, last), *(slice(0, n) for n in shape[1:]))
-    # The beginning of the row behind the last whole one.
     if last * inner < stop:
         head = (*before, slice(last, last + 1))
         yield from boxes(shape[1:], 0, stop - last * inner, head)

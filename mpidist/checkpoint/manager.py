@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from mpidist.checkpoint import directory as directories
@@ -185,7 +184,6 @@ class CheckpointManager:
                 also = ", a variable, a function or None"
                 validation.optional_integer("step_counter", step_counter, None, also)
 
-        # Arguments may be wrong on one rank alone; the error is raised on all.
         self._consensus.run(_CALL, check)
         self._max_to_keep = max_to_keep
         self._keep_hours = keep_checkpoint_every_n_hours
@@ -264,7 +262,6 @@ class CheckpointManager:
         call = f"{_CALL}.save"
         step = None
         if self._interval is not None:
-            # All ranks save, or none.
             step, is_checked = self._consensus.run(
                 call,
                 lambda: (
@@ -327,9 +324,7 @@ class CheckpointManager:
           What `Checkpoint.restore` or `init_fn` raises.
         """
         call = f"{_CALL}.restore_or_initialize"
-        # A save of this job must be complete.
         self.wait()
-        # From the newest backwards until one is undamaged.
         while True:
             # The first save must not hide what is newer
             self._known = Known(self._list(call), None, is_restored=True)
@@ -349,7 +344,6 @@ class CheckpointManager:
                     if self._extended.replica_id == 0:
                         self._warn(error)
             else:
-                # So that the interval counts from the restored step.
                 self._last_step = self._step()
                 if self._extended.replica_id == 0:
                     places = _places(self._checkpoint.objects)
@@ -358,7 +352,6 @@ class CheckpointManager:
         if self._init_fn is not None:
             self._consensus.run(f"{_CALL}.init_fn", self._init_fn)
         if self._interval is not None:
-            # Without a checkpoint the interval counts from the first step.
             self._last_step = self._step()
         return None
 
@@ -366,12 +359,7 @@ class CheckpointManager:
         self._consensus.enter_scope()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         """Wait for the save in the background. Collective."""
         try:
             self._consensus.leave_scope(f"the end of {_CALL}'s with", error)
@@ -408,7 +396,6 @@ class CheckpointManager:
         )
 
     def _warn(self, error: Exception) -> None:
-        """Warn once that a checkpoint is skipped. On rank 0."""
         if str(error) not in self._warned:
             self._warned.add(str(error))
             directories.warn_skipped(error)
@@ -421,13 +408,11 @@ class CheckpointManager:
         return serial
 
     def _note_preserved(self) -> None:
-        # What another job preserved counts as well.
         record = _last_preserved(self._saved)
         if record is not None and record[0] > self._preserved[0]:
             self._preserved = record
 
     def _is_preserved(self, saved: Saved) -> bool:
-        """Return whether a checkpoint is preserved for its hours."""
         return saved.serial <= self._preserved[0] and not self._is_nth(saved)
 
     def _is_nth(self, saved: Saved) -> bool:
@@ -442,10 +427,6 @@ class CheckpointManager:
         The header of the new checkpoint records which one was preserved last, so the
         next manager continues from there. It is identified by its serial, since copying
         files changes their times.
-
-        Args:
-          index: the next checkpoint, which may replace one.
-          existing: the checkpoints that there are.
         """
         if self._known is not None:
             # What killed jobs left of this name, which is this job's from now on
@@ -504,7 +485,6 @@ def _last_preserved(existing: list[Saved]) -> tuple[int, float] | None:
 
 
 def _files_of(index: str) -> list[Path]:
-    """Return the existing files of a checkpoint; the index only, if it is damaged."""
     try:
         names = [shard.name for shard in read_header(Path(index)).shards]
     except CheckpointError:

@@ -191,7 +191,6 @@ class _Reader:
     def _plain_leaf(
         self, dataset: h5py.Dataset, path: str, kind: str, role: str
     ) -> Leaf:
-        """Return the leaf of a dataset of this file."""
         dtype, shape = _dtype_and_shape(dataset)
         size = math.prod(shape) * dtype.itemsize
         offset = contiguous_offset(dataset) or 0
@@ -215,7 +214,6 @@ class _Reader:
         return Leaf(kind, dtype, shape, array, (), role)
 
     def _claim(self, size: int, path: str, *, is_block: bool) -> None:
-        # A dataset may point into bytes that another one has used already.
         if is_block:
             self._blocks_left -= size
         else:
@@ -226,7 +224,6 @@ class _Reader:
     def _split_leaf(
         self, dataset: h5py.Dataset, path: str, kind: str, role: str
     ) -> Leaf:
-        """Return the leaf of a dataset whose parts are in shards."""
         dtype, shape = _original(dataset, dataset.dtype, dataset.shape)
         pieces = self._pieces(path, dtype.itemsize)
         leaf = Leaf(kind, dtype, shape, None, pieces, role)
@@ -238,7 +235,6 @@ class _Reader:
         return leaf
 
     def _in_shard(self, name: str, path: str) -> Node:
-        """Return the node at the same path of a shard."""
         node: Node = self._shards[name]
         for part in path.strip("/").split("/"):
             if not isinstance(node, Group):
@@ -281,7 +277,6 @@ def _has_foreign_floats(kind: Any) -> bool:
 
 
 def _attributes(node: Any) -> tuple[str, str]:
-    """Return the kind and role of a group or dataset."""
     return str(node.attrs["kind"]), str(node.attrs.get("role", ""))
 
 
@@ -316,10 +311,7 @@ def _original(
     return (dtype, shape) if text is None else original_dtype(str(text), dtype, shape)
 
 
-def _dtype_and_shape(
-    dataset: h5py.Dataset,
-) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Return the dtype and shape of the array that the dataset stores."""
+def _dtype_and_shape(dataset: h5py.Dataset) -> tuple[np.dtype[Any], tuple[int, ...]]:
     if dataset.shape is None:
         return np.dtype(np.uint8), (0,)
     if (
@@ -371,7 +363,6 @@ def load(
 
 
 def _read(directory: Path, leaf: Leaf, pieces: Sequence[Piece]) -> Any:
-    """Return a new array for a leaf, with some of its pieces."""
     array = np.empty(leaf.shape, leaf.dtype)
     flat = array.reshape(-1).view(np.uint8)
     for piece in pieces:
@@ -390,11 +381,7 @@ def _broadcast(
 
 
 def _read_piece(directory: Path, piece: Piece, into: Any) -> None:
-    """Fill a buffer with the bytes of a piece.
-
-    Raises:
-      CheckpointError: they cannot be read, or a checksum differs.
-    """
+    """Fill a buffer with the bytes of a piece."""
     start = 0
     with open_file(directory / piece.file) as descriptor:
         for size, crc32 in piece.checks:

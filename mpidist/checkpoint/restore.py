@@ -148,7 +148,6 @@ class RestorePlan:
         return self._match(value, node, path)
 
     def _is_same(self, a: Node, b: Node) -> bool:
-        """Return whether two nodes have the same values, as far as they were read."""
         if isinstance(a, Leaf) and isinstance(b, Leaf):
             if (a.kind, a.dtype, a.shape, a.type) != (b.kind, b.dtype, b.shape, b.type):
                 return False
@@ -192,7 +191,6 @@ class RestorePlan:
                 deferred.compute()
 
     def _match(self, value: Any, node: Node, path: Path) -> Change:
-        """Match one place; see `match`."""
         # The order matters: several of these tests may hold for one value.
         if isinstance(value, Variable):
             return self._variable(value, node, path)
@@ -270,7 +268,6 @@ class RestorePlan:
 
         return change
 
-    # Mirrored values are immutable, so a new one takes the place.
     def _mirrored(self, value: Mirrored, node: Node, path: Path) -> Change:
         array = value.values[0]
         leaf = self._array_leaf(node, path, array.dtype, tuple(array.shape))
@@ -293,7 +290,6 @@ class RestorePlan:
                 known = [state() for state in every]
                 return derived_state(generator, known, rank)
 
-        # Checked while nothing has changed yet.
         new = self._defer(path, lambda: checked_state(generator, read()))
 
         def change() -> Any:
@@ -361,7 +357,6 @@ class RestorePlan:
         return change_component
 
     def _children(self, value: Any, node: Node, path: Path) -> Change:
-        """Match the children of a container, by name or by position."""
         children = children_of(value, path) or {}
         is_dict = isinstance(value, Mapping | Tracked)
         kinds = ("dict", "dict of int") if is_dict else ("list", "tuple")
@@ -369,7 +364,6 @@ class RestorePlan:
             self._fail(path, f"{len(children)} elements of several types", node)
         if not isinstance(node, Group) or node.kind not in kinds or node.role:
             self._fail(path, f"a {kinds[0]}", node)
-        # Lists are matched by position, so their lengths must agree.
         if not is_dict and len(children) != len(node.children):
             self._fail(path, f"{len(children)} elements", node)
         changes = {}
@@ -381,7 +375,6 @@ class RestorePlan:
                 self.missing.append(readable((*path, name)))
             else:
                 self._fail((*path, name), _describe_value(child), None)
-        # Reported by assert_consumed; not an error by itself.
         extra = [name for name in node.children if name not in children]
         self.unused += [readable((*path, name)) for name in extra]
         versions = versions_of(node)
@@ -415,7 +408,6 @@ class RestorePlan:
     def _decoded(
         self, node: Node, path: Path, is_local: bool = False, similar: Any = None
     ) -> Callable[[], Any]:
-        """Return a function that decodes a node, after its arrays were read."""
         # Registered now, read after all objects have matched.
         self._need(node, is_local)
         return lambda: decode(node, self.values, similar)
@@ -463,7 +455,6 @@ def _twin_of(value: Any) -> Any:
 
 
 def _describe(node: Node | None) -> str:
-    """Describe a node, for messages."""
     if node is None:
         return "nothing with that name in the file"
     if isinstance(node, Leaf):
@@ -476,14 +467,12 @@ def _describe(node: Node | None) -> str:
 
 
 def _describe_value(value: Any) -> str:
-    """Describe an object, for messages."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"an array of {value.dtype} {tuple(value.shape)}"
     return f"a {type(value).__name__}"
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
-    """Return whether a nest contains only numbers, text and None."""
     if not is_container(value):
         return bool(scalar_kind(value))
     elements = value.values() if isinstance(value, Mapping) else value
@@ -570,10 +559,7 @@ class LoadStatus:
     """
 
     def __init__(
-        self,
-        path: str | None,
-        missing: Sequence[str] = (),
-        unused: Sequence[str] = (),
+        self, path: str | None, missing: Sequence[str] = (), unused: Sequence[str] = ()
     ):
         self.path = path
         self.missing = tuple(missing)

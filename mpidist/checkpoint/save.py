@@ -443,7 +443,6 @@ class Saving:
         self.thread: WriterThread | None = None
         self._may_exist = False  # whether the index may have its name
         self._locks: list[int] = []  # descriptors that keep other jobs from removing
-        # What this rank writes; dropped once it is written
         self.shard: Nodes = {}
         self.index_nodes: Nodes = {}
         # So that cleaning up in this process leaves these files alone.
@@ -462,7 +461,6 @@ class Saving:
             self.thread.begin(self._work)
 
     def _work(self) -> None:
-        """Write what this rank writes; keep errors."""
         try:
             self.write_shard()
         except BaseException as error:
@@ -565,7 +563,6 @@ class Saving:
             self._remove_older()
 
     def _publish(self, file: AtomicFile) -> None:
-        """Give the index its name."""
         assert self.before is not None
         for name in self.shard_names:  # nobody has removed one meanwhile
             os.stat(self.index.with_name(name))
@@ -639,7 +636,6 @@ class Copies:
             nodes[path] = dataclasses.replace(node, array=array)
 
     def _copy(self, path: NodePath, array: Any) -> Any:
-        """Return a copy of a NumPy array."""
         buffer = self._buffers.get(path)
         if buffer is None or (buffer.dtype, buffer.shape) != (array.dtype, array.shape):
             buffer = self._buffers[path] = np.empty(array.shape, array.dtype)
@@ -664,7 +660,6 @@ def shard_count(total_bytes: int, shard_bytes: int, ranks: int) -> int:
     """Return the number of shards for arrays of so many bytes; 1 for no shards."""
     # Shards of less than a megabyte cost more in metadata than they save.
     smallest = max(shard_bytes, SMALLEST_SHARD_BYTES)
-    # No more shards than ranks: a rank writes at most one.
     return max(1, min(ranks, total_bytes // smallest))
 
 
@@ -742,19 +737,16 @@ def divide(
     parts = dict(states)
     for path, edges in cuts.items():
         leaf, ranges = nodes[path], list(enumerate(itertools.pairwise(edges)))
-        # The index holds where the parts are.
         nodes[path] = Split(
             dataclasses.replace(leaf, array=None),
             tuple((shard, a, b) for shard, (a, b) in ranges if a < b),
         )
         for shard, (start, stop) in ranges:
             if shard == rank and start < stop:
-                # A view: nothing is copied before it is written.
                 view = leaf.array.reshape(-1)[start:stop]
                 parts[path] = dataclasses.replace(
                     leaf, kind="array", shape=view.shape, array=view, role=""
                 )
-    # The groups above them
     shard_nodes: Nodes = {}
     for path, node in parts.items():
         for depth in range(len(path)):

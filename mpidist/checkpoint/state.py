@@ -170,7 +170,6 @@ class Attributes(Tracked):
         is_value = isinstance(value, DistributedValues | Tracked) or is_generator(value)
         if is_value or state_methods(value) or _is_array(value):
             return value
-        # Seen above: do not descend again.
         if any(value is other for other in self._above):
             return None
         if not is_container(value) and not has_attributes(value):
@@ -191,7 +190,6 @@ def members_of(owner: Any) -> dict[Any, Any]:
         return dict(owner)
     if is_container(owner):
         return dict(enumerate(owner))
-    # Private attributes are implementation details of the user's class.
     return {name: x for name, x in vars(owner).items() if not name.startswith("_")}
 
 
@@ -207,7 +205,6 @@ def has_attributes(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    """Return whether `value` is an array of any library, and no number."""
     if isinstance(value, np.generic | type):
         return False
     is_other = hasattr(value, "__dlpack__") or arrays.is_jax_array(value)
@@ -261,10 +258,8 @@ def nodes_of(objects: Mapping[str, Any], strategy: Strategy) -> Nodes:
             node = Group("dict")
         elif isinstance(value, Variable):
             node = _variable_leaf(value, path, strategy)
-        # Per rank, however equal: it belongs to the rank.
         elif isinstance(value, PerReplica):
             node = PerRankState(encode(value.values[0], path), is_shared=False)
-        # Usually the same on all ranks, and then saved once.
         elif is_generator(value):
             node = PerRankState(_nodes_of_state(state_of(value), GENERATOR, path), True)
         elif not isinstance(value, Mirrored | np.ndarray) and state_methods(value):
@@ -348,7 +343,6 @@ def is_generator(value: Any) -> bool:
 def state_of(generator: Any) -> dict[str, Any]:
     """Return the state of a generator."""
     if isinstance(generator, random.Random):
-        # Python's generator has a tuple of 625 numbers.
         version, numbers, gauss = generator.getstate()
         return {
             "bit_generator": _PYTHONS,
@@ -682,7 +676,6 @@ def join_ranks(
 
 
 def _below(path: Path, rank: int, nodes: Nodes) -> Nodes:
-    """Return the nodes of one rank's state with the rank in their paths."""
     return {(*path, str(rank), *p[len(path) :]): node for p, node in nodes.items()}
 
 

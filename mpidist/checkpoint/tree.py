@@ -38,12 +38,7 @@ import h5py
 import numpy as np
 
 from mpidist.device import arrays
-from mpidist.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    DTypeError,
-    MpidistError,
-)
+from mpidist.errors import ArgumentError, ArgumentTypeError, DTypeError, MpidistError
 from mpidist.util.dtypes import foreign, traits
 from mpidist.util.validation import shown
 from mpidist.values import Mirrored
@@ -356,7 +351,6 @@ def decode(node: Node, values: Mapping[int, Any], *similar: Any) -> Any:
 def _decode_members(
     group: Group, values: Mapping[int, Any], similar: tuple[Any, ...]
 ) -> Any:
-    """Return the members of a group: a dict, or a list."""
     alike: list[Mapping[Any, Any]] = [
         x if isinstance(x, Mapping) else dict(enumerate(x))
         for x in similar
@@ -452,7 +446,6 @@ def _namedtuple_class(name: str, *fields: str) -> Any:
 
 
 def _versions_text(container: Any, path: Path) -> tuple[str]:
-    """Return the `_metadata` of a PyTorch state_dict as JSON."""
     versions = getattr(container, METADATA)
     with contextlib.suppress(TypeError, ValueError):
         text = json.dumps(versions)
@@ -614,7 +607,6 @@ def _text(cls: type, encode: Any, decode: Any, is_text: bool) -> LeafKind:
 
 
 def _several(family: str, element: str, dtype: str) -> LeafKind:
-    """Return the kind of a list of numbers of one type, which is one dataset."""
 
     def encode(values: Any) -> Any:
         return np.array(list(values), dtype or values[0].dtype)
@@ -706,7 +698,6 @@ def numbers_kind(value: Any) -> str:
 
 
 def _is_one_dtype(scalars: Any) -> bool:
-    """Return whether NumPy's scalars are all of one dtype, and no records."""
     dtype = scalars[0].dtype
     is_number = dtype.names is None and storage(dtype) is not None
     return is_number and all(x.dtype == dtype for x in scalars)

@@ -113,7 +113,6 @@ def wire_dtype(dtype: np.dtype[Any], compression: str | None) -> np.dtype[Any]:
     """Return the dtype in which numbers of `dtype` are sent."""
     if compression is None:
         return accumulator_dtype(dtype)
-    # Integers and 16-bit numbers are sent unchanged.
     if not traits(dtype).is_narrowed:
         return dtype
     return foreign(compression) if compression == "bfloat16" else np.dtype(np.float16)
@@ -247,7 +246,6 @@ def require_fit(total: Any, rough: Any, what: str) -> None:
     lost = arrays.namespace(total).rint((rough - total) / float(span))
     if not lost.any():
         return
-    # Only the error path copies from a GPU.
     lost, total = arrays.to_host(lost), arrays.to_host(total)
     index = tuple(int(i) for i in np.argwhere(lost)[0])
     exact: float = lost[index]

@@ -24,11 +24,7 @@ from mpidist.comm.topology import Topology, parse_devices
 from mpidist.comm.transports.base import Transport
 from mpidist.comm.transports.staging import StagingTransport
 from mpidist.device import arrays
-from mpidist.errors import (
-    ArgumentError,
-    ContextError,
-    LaunchError,
-)
+from mpidist.errors import ArgumentError, ContextError, LaunchError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.util import nest, validation
 from mpidist.util.representation import one_line
@@ -171,10 +167,9 @@ class CrossDeviceOps:
           >>> ops.broadcast(mine, destinations="CPU:0") + 0
           array([7])
         """
-        check = functools.partial(_require_destinations, destinations)
 
         def broadcast() -> Any:
-            check()
+            _require_destinations(destinations)
             return self.broadcast_implementation(tensor, destinations)
 
         return self._mirrored(self.collectives.consensus.run("broadcast", broadcast))
@@ -223,10 +218,16 @@ class CrossDeviceOps:
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
     ) -> Prepared:
         """Return what calls the implementation, once the ranks agree."""
-        # An error of a user's implementation on one rank is raised on all.
         run = self.collectives.consensus.run
         name = type(self).__qualname__
         return 0, lambda _: run(name, self._implement, op, values, options)
+
+    def prepare_sums(
+        self, values: Sequence[Any], options: CommunicationOptions
+    ) -> Callable[[], list[Any]]:
+        """Reserve memory; return what sums contiguous arrays over all replicas."""
+        _, move = self.prepare(ReduceOp.SUM, values, options)
+        return lambda: move(False)
 
     def _implement(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
@@ -235,10 +236,10 @@ class CrossDeviceOps:
         # This rank's component alone, as `run` gives it to a replica function.
         per_replica = [PerReplica((value,), (rank,)) for value in values]
         destinations = tuple(f"replica:{r}" for r in range(self.collectives.size))
+        results: Sequence[Any]
         if len(values) == 1:
-            results: Sequence[Any] = [
-                self.reduce_implementation(op, per_replica[0], destinations, options)
-            ]
+            value = per_replica[0]
+            results = [self.reduce_implementation(op, value, destinations, options)]
         else:
             pairs = [(value, destinations) for value in per_replica]
             results = self.batch_reduce_implementation(op, pairs, options)
@@ -291,18 +292,16 @@ class MpiAllReduce(CrossDeviceOps):
     def prepare_sums(
         self, values: Sequence[Any], options: CommunicationOptions
     ) -> Callable[[], list[Any]]:
-        """Reserve memory; return what sums contiguous arrays over all replicas."""
+        """See `CrossDeviceOps.prepare_sums`."""
         return self.collectives.prepare_sums(values, options)
 
 
 def _own(array: Any) -> Any:
-    """Return a writable array; the components of `Mirrored` are read-only."""
     is_read_only = isinstance(array, np.ndarray) and not array.flags.writeable
     return array.copy() if is_read_only else array
 
 
 def _values_of(pairs: Pairs) -> list[Any]:
-    """Return the values of `(value, destinations)` pairs, which are checked."""
     if not isinstance(pairs, list | tuple):
         raise ArgumentError(
             f"value_destination_pairs must be a list, not {validation.shown(pairs)}"
@@ -319,7 +318,7 @@ def _values_of(pairs: Pairs) -> list[Any]:
 
 def _require_destinations(destinations: Any) -> None:
     if isinstance(destinations, str | DistributedValues | ArrayView):
-        is_good = destinations != "" if isinstance(destinations, str) else True
+        is_good = not isinstance(destinations, str) or destinations != ""
     elif isinstance(destinations, list | tuple):
         is_good = bool(destinations) and all(isinstance(d, str) for d in destinations)
     else:
@@ -331,7 +330,27 @@ def _require_destinations(destinations: Any) -> None:
         )
 
 
-class HierarchicalCopyAllReduce(MpiAllReduce):
+class _PackedAllReduce(MpiAllReduce):
+    """By a transport of its own where that can, in some number of packs."""
+
+    _transport: Transport | None = None  # None: as the options say
+
+    def __init__(self, num_packs: int = 1):
+        self._num_packs = validation.integer("num_packs", num_packs, 0)
+
+    def prepare_sums(
+        self, values: Sequence[Any], options: CommunicationOptions
+    ) -> Callable[[], list[Any]]:
+        """See `MpiAllReduce.prepare_sums`."""
+        # The user's own pack size comes first.
+        if self._num_packs != 1 and not options.bytes_per_pack:
+            total = sum(value.nbytes for value in values)
+            size = max(1, -(-total // self._num_packs)) if self._num_packs else 1
+            options = dataclasses.replace(options, bytes_per_pack=size)
+        return self.collectives.prepare_sums(values, options, self._transport)
+
+
+class HierarchicalCopyAllReduce(_PackedAllReduce):
     """Reduce inside each node, all-reduce between nodes, broadcast inside each node.
 
     Args:
@@ -351,10 +370,6 @@ class HierarchicalCopyAllReduce(MpiAllReduce):
       array([2., 2.])
     """
 
-    def __init__(self, num_packs: int = 1):
-        self._num_packs = validation.integer("num_packs", num_packs, 0)
-        self._transport: Transport | None = None
-
     def bind(self, collectives: Collectives, topology: Topology) -> None:
         """See `CrossDeviceOps.bind`."""
         super().bind(collectives, topology)
@@ -364,20 +379,13 @@ class HierarchicalCopyAllReduce(MpiAllReduce):
                 "HierarchicalCopyAllReduce cannot be used: the node has too little "
                 "shared memory (in a container, raise it with --shm-size)"
             )
-        self._transport = transports.intra_node  # None: as the options say
+        self._transport = transports.intra_node
         # Arrays on GPUs pass through the host to be added there.
         if transports.default.device and transports.intra_node is not None:
             self._transport = StagingTransport(transports.intra_node)
 
-    def prepare_sums(
-        self, values: Sequence[Any], options: CommunicationOptions
-    ) -> Callable[[], list[Any]]:
-        """See `MpiAllReduce.prepare_sums`."""
-        options = _with_packs(options, self._num_packs, values)
-        return self.collectives.prepare_sums(values, options, self._transport)
 
-
-class NcclAllReduce(MpiAllReduce):
+class NcclAllReduce(_PackedAllReduce):
     """Reduce arrays on GPUs with NVIDIA's NCCL; each replica needs its own GPU.
 
     Arrays on the host are reduced by MPI.
@@ -397,22 +405,12 @@ class NcclAllReduce(MpiAllReduce):
       mpidist.errors.LaunchError: NcclAllReduce cannot be used: ...
     """
 
-    def __init__(self, num_packs: int = 1):
-        self._num_packs = validation.integer("num_packs", num_packs, 0)
-
     def bind(self, collectives: Collectives, topology: Topology) -> None:
         """See `CrossDeviceOps.bind`."""
         super().bind(collectives, topology)
         # All ranks know whether NCCL can be used, so all raise, or none does.
         collectives.transports.require_nccl("NcclAllReduce")
-
-    def prepare_sums(
-        self, values: Sequence[Any], options: CommunicationOptions
-    ) -> Callable[[], list[Any]]:
-        """See `MpiAllReduce.prepare_sums`."""
-        options = _with_packs(options, self._num_packs, values)
-        nccl = self.collectives.transports.by_name["nccl"]
-        return self.collectives.prepare_sums(values, options, nccl)
+        self._transport = collectives.transports.by_name["nccl"]
 
 
 class ReductionToOneDevice(MpiAllReduce):
@@ -472,7 +470,6 @@ class ReductionToOneDevice(MpiAllReduce):
         if not (op.adds or self.is_sum):
             raise ArgumentError(f"accumulation_fn replaces SUM and MEAN, not {op.name}")
         _, move = super().prepare(op, values, options)
-        # Errors of `accumulation_fn` are raised on all ranks
         run = self.collectives.consensus.run
         return 0, lambda is_same: run(type(self).__qualname__, move, is_same)
 
@@ -495,13 +492,9 @@ class ReductionToOneDevice(MpiAllReduce):
 
     def _sum(self, value: Any, host: Any, everyone: Any, total: Any) -> Any:
         consensus = self.collectives.consensus
-        if consensus.size > 1:
-            request = consensus.comm.Igather(host, everyone, self._root)
-            consensus.wait(request, None, "ReductionToOneDevice")
-        else:
-            everyone[0] = host
+        request = consensus.comm.Igather(host, everyone, self._root)
+        consensus.wait(request, None, "ReductionToOneDevice")
 
-        # Runs on the root alone; root_only raises its error on all.
         def combine() -> None:
             there = [arrays.to_device_like(part, value) for part in everyone]
             total[...] = arrays.to_host(self._combine(there))
@@ -525,20 +518,7 @@ class ReductionToOneDevice(MpiAllReduce):
         return total.astype(values[0].dtype, copy=False)
 
 
-def _with_packs(
-    options: CommunicationOptions, num_packs: int, values: Sequence[Any]
-) -> CommunicationOptions:
-    """Return options with the pack size that gives `num_packs` packs."""
-    # The user's own pack size comes first.
-    if options.bytes_per_pack or num_packs == 1:
-        return options
-    total = sum(value.nbytes for value in values)
-    size = max(1, -(-total // num_packs)) if num_packs else 1
-    return dataclasses.replace(options, bytes_per_pack=size)
-
-
 def _replica_on(device: int | str | None, devices: Sequence[str]) -> int:
-    """Return the number of the replica on `device`."""
     if device is None:
         return 0
     if isinstance(device, int) and 0 <= device < len(devices):

@@ -191,7 +191,6 @@ def find_support(
 def _override(
     asked_for: bool | None, environ: Mapping[str, str]
 ) -> tuple[bool, str] | None:
-    """Return the user's choice, and its source."""
     is_aware, source = resolve(CUDA_AWARE, asked_for, environ)
     if is_aware is None:
         return None
@@ -211,7 +210,6 @@ def ask(library: str, environ: Mapping[str, str]) -> Support | None:
 
 
 def _answers(library: str, environ: Mapping[str, str]) -> Iterator[Support]:
-    """Yield answers, the most reliable first."""
     # MPI-4.1, section 12.4.3: which kinds of memory the user asked for and got
     info = MPI.COMM_WORLD.Get_info()
     kinds = info.Get("mpi_memory_alloc_kinds") or ""
@@ -253,7 +251,6 @@ def _has_device_memory(kinds: str) -> bool:
 
 
 def _cached_trial(key: str, index: int) -> Support:
-    """Return the result of a test, now or before."""
     path = cache_path()
     known = _read(path)
     if key in known:

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -84,7 +83,6 @@ def divide(
 
 
 def _count_fitting(sizes: Sequence[int], limit: int) -> int:
-    """Return how many of the first sizes fit a limit in total; at least 1."""
     fitting = [total for total in itertools.accumulate(sizes) if total <= limit]
     return max(len(fitting), min(len(sizes), 1))
 
@@ -290,9 +288,6 @@ class _Sides:
 
     Buckets dropped without `close` are collected at different times on each rank, so
     creating new ones first finds the sides that no rank uses.
-
-    Args:
-      closing: functions to call when the strategy is closed.
     """
 
     def __init__(self, closing: list[Callable[[], None]]):
@@ -305,7 +300,6 @@ class _Sides:
         return len(self._sides)
 
     def recorders(self) -> list[Recorder]:
-        """Return the communicators of all sides."""
         return [side.consensus.recorder for side in self._sides]
 
     def take(self, group: ReplicaGroup, owner: Any) -> _Side:
@@ -538,12 +532,7 @@ class GradientBuckets:
             made = record() if arrays.is_device_array(array) else None
             self._step.put(number, array, made)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         """End a step: wait for the reductions, which are then in `result`. Collective.
 
         Raises, on all replicas:
@@ -583,12 +572,7 @@ class GradientBuckets:
         self._step = self._beginning = None
 
     def _leave_step(self, name: str, error: BaseException) -> None:
-        """Let the threads of all ranks end a step that has failed on this one.
-
-        Args:
-          name: of the method from which the error escapes.
-          error: which all ranks know of, or learn of by the strategy.
-        """
+        """Let the threads of all ranks end a step that has failed on this one."""
         consensus = self._consensus
         is_known = consensus.is_known(error, consensus.lock.state.event - 1)
         step = self._step if name == "__exit__" else self._beginning

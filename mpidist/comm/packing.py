@@ -85,7 +85,6 @@ def groups(
         members: list[int] = []
         size, limit = 0, 0 if kind in whole else bytes_per_pack
         for j in same:
-            # 0 means no limit. At least one array is in each pack.
             if members and limit and size + sizes[j] > limit:
                 yield members
                 members, size = [], 0

@@ -126,11 +126,7 @@ class _Resources:
 
     @classmethod
     def free_dropped(cls, dropped: Sequence[Sequence[tuple[_Key, bool]]]) -> None:
-        """Free strategies that all their ranks have dropped. Collective.
-
-        Args:
-          dropped: the result of `list_dropped` on each calling rank.
-        """
+        """Free strategies that all their ranks have dropped. Collective."""
         by_key: dict[_Key, list[bool]] = {}
         for key, is_usable in itertools.chain.from_iterable(dropped):
             by_key.setdefault(key, []).append(is_usable)
@@ -247,8 +243,10 @@ class ReplicaGroup:
         )
         self.layout = channel.layout
         self.collectives = channel.collectives
+        # In place of MPI's own, which need no object
         is_plain = type(self.cross_device_ops) is MpiAllReduce
-        self._prepare = None if is_plain else self.cross_device_ops.prepare
+        self._reduction = None if is_plain else self.cross_device_ops.prepare
+        self._summation = None if is_plain else self.cross_device_ops.prepare_sums
         # All ranks bind the same class, so all can, or none can
         self.consensus.run(
             call, self.cross_device_ops.bind, self.collectives, self.topology
@@ -316,7 +314,7 @@ class ReplicaGroup:
         if self.topology.closed:
             self.topology.require_open()
         return self.collectives.all_reduce(
-            operation, reduce_op, value, options, self._prepare
+            operation, reduce_op, value, options, self._reduction
         )
 
     def reduce_own(self, operation: str, reduce_op: str, value: Any) -> Any:
@@ -333,11 +331,7 @@ class ReplicaGroup:
         """Return the reduction of `value` over an axis and all replicas."""
         self.topology.require_open()
         return self.collectives.reduce_over_axis(
-            operation,
-            reduce_op,
-            value,
-            axis,
-            summation=None if self._prepare is None else self._prepare_sums,
+            operation, reduce_op, value, axis, summation=self._summation
         )
 
     def gather(
@@ -385,7 +379,6 @@ class ReplicaGroup:
 
     @property
     def _gpu_index(self) -> int | None:
-        """The number of this rank's GPU; None if it computes on the CPU."""
         kind, _, index = self.device.partition(":")
         return int(index) if kind == "GPU" else None
 
@@ -393,15 +386,6 @@ class ReplicaGroup:
         """Return replica 0's nest of arrays on every replica. Collective."""
         self.topology.require_open()
         return self.collectives.broadcast(operation, value, root=0)
-
-    def _prepare_sums(
-        self, values: Sequence[Any], options: CommunicationOptions
-    ) -> Callable[[], list[Any]]:
-        ops = self.cross_device_ops
-        if isinstance(ops, MpiAllReduce):
-            return ops.prepare_sums(values, options)
-        _, move = ops.prepare(ReduceOp.SUM, values, options)
-        return lambda: move(False)
 
 
 # Payload limits for all ranks of a node in total, and for each rank: with more ranks,
@@ -472,7 +456,6 @@ class Channel:
         if consensus.rank == 0 and consensus.size > 1:
             source = "default" if table is None else f"tuning file {table_path()}"
             logs.debug("comm", f"transports of {self.layout}: {source}")
-        # Making transports is collective and may fail on one rank alone.
         self._transports = consensus.run(
             operation,
             lambda: TransportSelector(

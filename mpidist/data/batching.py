@@ -1,6 +1,6 @@
 """Transformations that make or select elements: `map`, `filter`, `batch`, `unbatch`.
 
-Those of iterable datasets begin with Iter, or have no counterpart.
+`iterate` is that of parents that can only be read in order; see `IterStep`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,7 @@ from mpidist.data.elements import (
     plain_array,
     stack,
 )
-from mpidist.data.iter_dataset import (
-    IterDataset,
-    IterTransformation,
-    count_rows,
-)
+from mpidist.data.iter_dataset import IterDataset, IterTransformation, count_rows
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.ordering import FullBatches
 from mpidist.data.shuffling import ChunkShuffle
@@ -138,6 +134,14 @@ class Map(MapTransformation):
     def example(self, epoch: Epoch) -> Any:
         return self._call(self._parent.example(epoch))
 
+    def iterate(self, epoch: Epoch, *parents: Any) -> Iterator[Any]:
+        elements = parents[0].iterate(epoch)
+        call = functools.partial(call_mapped, self._fn)
+        if self._threads > 1:
+            yield from call_ahead(call, elements, self._threads)
+        else:
+            yield from map(call, elements)
+
 
 class Batch(MapTransformation):
     """Stacks of consecutive elements."""
@@ -158,6 +162,10 @@ class Batch(MapTransformation):
     @property
     def batch_size(self) -> int:
         return self._batch_size
+
+    @property
+    def is_batched(self) -> bool:
+        return True
 
     @property
     def parallel_calls(self) -> int:
@@ -207,14 +215,11 @@ class Batch(MapTransformation):
         return self._count(self._parent.length, i)
 
     def _count(self, rows: int | None, i: int) -> int:
-        """Return the number of rows of batch `i` if the parent has `rows` rows."""
-        # An endless parent has no short last batch.
         rest = self._batch_size if rows is None else rows - i * self._batch_size
         return min(self._batch_size, rest)
 
     def local_batch(self, epoch: Epoch, i: int, share: BatchShare) -> Any:
         rows = self.positions(epoch, i, share)
-        # Only this replica's rows are read; other replicas read the rest of batch `i`.
         return self._parent.elements(epoch, np.arange(rows.start, rows.stop))
 
     def local_batches(
@@ -248,23 +253,24 @@ class Batch(MapTransformation):
     def example(self, epoch: Epoch) -> Any:
         return stack([self._parent.example(epoch)] * self._batch_size)
 
+    def describe_in_order(self) -> str:
+        arguments = f"{self._batch_size}, {self._drop_remainder}"
+        return f"{self._parent.describe()}.batch({arguments})"
+
+    def iterate(self, epoch: Epoch, *parents: Any) -> Iterator[Any]:
+        elements = parents[0].iterate(epoch)
+        while rows := list(itertools.islice(elements, self._batch_size)):
+            if len(rows) == self._batch_size or not self._drop_remainder:
+                yield stack(rows)
+
 
 @functools.lru_cache(maxsize=4)  # they are the same in each epoch
 def _positions(
     rows: int | None, size: int, steps: range, share: BatchShare
 ) -> tuple[Positions, list[slice]]:
-    """Return a replica's positions among rows, and where those of each batch are.
-
-    Args:
-      rows: their number; None if they are endless.
-      size: of a batch.
-      steps: the batches.
-      share: the replica's.
-    """
-    # The number of batches that are full, as far as `steps` goes.
+    """Return a replica's positions among rows, and where those of each batch are."""
     whole = steps.stop if rows is None else min(rows // size, steps.stop)
     whole = max(whole, steps.start)
-    # One row per full batch, of which all have the same slice.
     part = share.of(size)
     firsts = size * np.arange(steps.start, whole)
     positions = (firsts[:, np.newaxis] + np.arange(part.start, part.stop)).reshape(-1)
@@ -310,67 +316,6 @@ def call_mapped(fn: Callable[..., Any], element: Any) -> Any:
     return owned(holder, arguments)
 
 
-class IterMap(IterTransformation):
-    """A function of each element, in some number of threads."""
-
-    def __init__(self, parent: IterDataset, fn: Callable[..., Any], threads: int = 1):
-        super().__init__(parent)
-        self._fn = fn
-        self._threads = threads
-
-    @property
-    def members(self) -> tuple[Any, ...]:
-        return ()
-
-    def describe(self) -> str:
-        return f"{self._parent.describe()}.map"
-
-    def iterate(self, epoch: Epoch) -> Iterator[Any]:
-        elements = self._parent.iterate(epoch)
-        call = functools.partial(call_mapped, self._fn)
-        if self._threads > 1:
-            yield from call_ahead(call, elements, self._threads)
-        else:
-            yield from map(call, elements)
-
-    def example(self) -> Any:
-        return call_mapped(self._fn, self._parent.example())
-
-
-class IterBatch(IterTransformation):
-    """Runs of elements, stacked."""
-
-    def __init__(self, parent: IterDataset, batch_size: int, drop_remainder: bool):
-        super().__init__(parent)
-        self._batch_size = batch_size
-        self._drop_remainder = drop_remainder
-
-    @property
-    def batch_size(self) -> int:
-        return self._batch_size
-
-    @property
-    def is_batched(self) -> bool:
-        return True
-
-    def rebatch(self, workers: int) -> IterDataset:
-        share = largest_share(self._batch_size, workers)
-        return IterBatch(self._parent, share, self._drop_remainder)
-
-    def iterate(self, epoch: Epoch) -> Iterator[Any]:
-        elements = self._parent.iterate(epoch)
-        # An iterator, not a list: only one batch of elements is in memory.
-        while rows := list(itertools.islice(elements, self._batch_size)):
-            if len(rows) == self._batch_size or not self._drop_remainder:
-                yield stack(rows)
-
-    def example(self) -> Any:
-        return stack([self._parent.example()] * self._batch_size)
-
-    def element_spec(self) -> Any:
-        return batch_of(self._parent.element_spec())
-
-
 class Unbatch(IterTransformation):
     """The rows of each element."""
 
@@ -382,6 +327,9 @@ class Unbatch(IterTransformation):
     def is_batched(self) -> bool:
         return False
 
+    def describe(self) -> str:
+        return f"{self._parent.describe()}.unbatch()"
+
     def rebatch(self, workers: int) -> IterDataset:
         return self  # earlier batches are not the global batches to divide
 
@@ -391,11 +339,11 @@ class Unbatch(IterTransformation):
             for i in range(count_rows(batch, "unbatch")):
                 yield nest.unflatten(spec, [leaf[i] for leaf in leaves])
 
-    def example(self) -> Any:
+    def example(self, epoch: Epoch) -> Any:
         def first(a: Any) -> Any:
             return a[0] if len(a) else np.zeros(a.shape[1:], a.dtype)
 
-        batch = as_element(self._parent.example())
+        batch = as_element(self._parent.example(epoch))
         count_rows(batch, "unbatch")
         return nest.map_leaves(first, batch)
 

@@ -16,12 +16,7 @@ import numpy.typing as npt
 
 from mpidist.data.elements import TensorSpec, is_plain, one_dtype, split, stack
 from mpidist.data.iter_dataset import IterDataset, IterTransformation
-from mpidist.data.map_dataset import (
-    Epoch,
-    MapDataset,
-    MapTransformation,
-    drawn_seeds,
-)
+from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation, drawn_seeds
 from mpidist.data.shuffling import Seed
 from mpidist.data.sources import Positions, take_rows
 from mpidist.errors import ArgumentError, MpidistError
@@ -168,8 +163,8 @@ class Cache(CacheBase):
         super().__init__(parent)
         self.memory = CacheMemory()
 
-    def _with_parent(self, parent: MapDataset) -> MapDataset:
-        return Cache(parent)  # with memory of its own, for other elements
+    def replace_parents(self, change: Callable[[Any], Any]) -> MapDataset:
+        return Cache(change(self._parent))  # with memory of its own
 
     @property
     def has_even_batches(self) -> bool:
@@ -198,7 +193,6 @@ class Cache(CacheBase):
 
     def elements(self, epoch: Epoch, positions: Positions) -> Any:
         kept = self._kept(epoch)
-        # Positions are empty: the parent gives arrays without rows.
         if positions.size == 0:
             return self._parent.elements(kept.epoch, positions)
         missing, read = self._fill(kept, positions)
@@ -223,7 +217,6 @@ class Cache(CacheBase):
           Their number, and the elements, stacked; None if they cannot be stacked.
         """
         missing = positions[~kept.contains(positions)]
-        # All there: neither the parent nor its files are touched.
         if missing.size == 0:
             return 0, None
         if not self._parent.is_mapped:
@@ -281,7 +274,6 @@ class IterCache(IterTransformation):
 
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
         kept, epoch = self._kept, first_epoch(drawn_seeds(self._parent), epoch)
-        # Other seeds mean another order: iterate again, and keep that one.
         if kept is not None and kept[0] == epoch:
             yield from map(copied, kept[1])
             return
@@ -306,7 +298,6 @@ def replace_caches(steps: Any, change: Callable[[Any, Any], Any]) -> Any:
     def again(parent: Any) -> Any:
         return replace_caches(parent, change)
 
-    # Parents first, so that a cache of a cache gets its new parent.
     if isinstance(steps, Cache | IterCache):
         return change(steps, again(steps.parent))
     return steps.replace_parents(again)

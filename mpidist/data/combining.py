@@ -12,17 +12,8 @@ import numpy as np
 
 from mpidist.data.batching import call_function
 from mpidist.data.elements import require_like_members
-from mpidist.data.iter_dataset import (
-    IterDataset,
-    IterTransformation,
-    MapToIterDataset,
-)
-from mpidist.data.map_dataset import (
-    Epoch,
-    MapDataset,
-    MapTransformation,
-    drawn_seeds,
-)
+from mpidist.data.iter_dataset import IterDataset, IterTransformation, MapToIterDataset
+from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation, drawn_seeds
 from mpidist.data.sharding import mix_seed
 from mpidist.data.shuffling import Seed, drawing
 from mpidist.data.sources import Positions
@@ -55,7 +46,6 @@ class Zip(MapDataset):
     @property
     def length(self) -> int | None:
         lengths = [component.length for component in self._components]
-        # The shortest ends the zip; None, endless, never does.
         return min((n for n in lengths if n is not None), default=None)
 
     @property
@@ -65,6 +55,12 @@ class Zip(MapDataset):
         return sizes.pop() if len(sizes) == 1 else None
 
     @property
+    def is_batched(self) -> bool:
+        # Generators yield batches of unknown sizes, which may be any
+        known = {component.batch_size for component in self._components} - {None}
+        return len(known) <= 1 and all(c.is_batched for c in self._components)
+
+    @property
     def file_count(self) -> int:
         return 0  # cannot be sharded by file: a row has parts in several files
 
@@ -72,7 +68,6 @@ class Zip(MapDataset):
     def row_bytes(self) -> int | None:
         sizes = [component.row_bytes for component in self._components]
         known = [size for size in sizes if size is not None]
-        # One unknown size makes the sum unknown.
         return sum(known) if len(known) == len(sizes) else None
 
     def chunk_layout(self) -> ChunkLayout | None:
@@ -83,7 +78,6 @@ class Zip(MapDataset):
             return None
         # A later shuffle should follow the chunks that are most expensive to decode
         costly = max(chunked, key=lambda c: (c.is_costly, c.rows * c.row_bytes))
-        # The zip may end before the last chunk.
         edges = np.cumsum([0, *costly.lengths]).clip(max=length)
         return dataclasses.replace(costly, lengths=tuple(np.diff(edges).tolist()))
 
@@ -135,6 +129,10 @@ class Zip(MapDataset):
     def empty_batch(self, epoch: Epoch) -> Any:
         return self._join(lambda component: component.empty_batch(epoch))
 
+    def iterate(self, epoch: Epoch, *parents: Any) -> Iterator[Any]:
+        rows = zip(*[parent.iterate(epoch) for parent in parents])
+        return (nest.unflatten(self._spec, row) for row in rows)
+
 
 class Enumerate(MapTransformation):
     """Pairs of a number, counted from `start`, and an element."""
@@ -146,6 +144,10 @@ class Enumerate(MapTransformation):
     @property
     def batch_size(self) -> None:
         return None  # a number has no rows
+
+    @property
+    def is_batched(self) -> bool:
+        return False
 
     @property
     def row_bytes(self) -> int | None:
@@ -176,77 +178,9 @@ class Enumerate(MapTransformation):
     def example(self, epoch: Epoch) -> Any:
         return np.int64(self._start), self._parent.example(epoch)
 
-
-class IterZip(IterDataset):
-    """Elements of several datasets, in a structure, up to the end of the shortest."""
-
-    def __init__(self, components: Sequence[IterDataset], spec: nest.Spec):
-        self._components = tuple(components)
-        self._spec = spec
-
-    @property
-    def parents(self) -> tuple[IterDataset, ...]:
-        return self._components
-
-    @property
-    def batch_size(self) -> int | None:
-        sizes = {component.batch_size for component in self._components}
-        return sizes.pop() if len(sizes) == 1 else None
-
-    @property
-    def is_batched(self) -> bool:
-        sizes = {
-            component.batch_size
-            for component in self._components
-            if component.batch_size
-        }
-        return len(sizes) <= 1 and all(
-            component.is_batched for component in self._components
-        )
-
-    @property
-    def file_count(self) -> int:
-        return 0  # cannot be sharded by file: a row has parts in several files
-
-    def describe(self) -> str:
-        return f"zip({self._spec}, {', '.join(p.describe() for p in self._components)})"
-
-    def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
-        return IterZip(
-            [change(component) for component in self._components], self._spec
-        )
-
-    def iterate(self, epoch: Epoch) -> Iterator[Any]:
-        iterators = [component.iterate(epoch) for component in self._components]
-        return (nest.unflatten(self._spec, elements) for elements in zip(*iterators))
-
-    def example(self) -> Any:
-        return nest.unflatten(
-            self._spec, [component.example() for component in self._components]
-        )
-
-
-class IterEnumerate(IterTransformation):
-    """Pairs of a number, counted from `start`, and an element."""
-
-    def __init__(self, parent: IterDataset, start: int):
-        super().__init__(parent)
-        self._start = start
-
-    @property
-    def batch_size(self) -> None:
-        return None
-
-    @property
-    def is_batched(self) -> bool:
-        return False  # a number has no rows
-
-    def iterate(self, epoch: Epoch) -> Iterator[Any]:
-        numbered = enumerate(self._parent.iterate(epoch), self._start)
+    def iterate(self, epoch: Epoch, *parents: Any) -> Iterator[Any]:
+        numbered = enumerate(parents[0].iterate(epoch), self._start)
         return ((np.int64(i), element) for i, element in numbered)
-
-    def example(self) -> Any:
-        return np.int64(self._start), self._parent.example()
 
 
 class Interleave(IterTransformation):
@@ -362,8 +296,8 @@ class Interleave(IterTransformation):
     def _example_dataset(self) -> IterDataset:
         """Return the dataset of the first element; calls the function only once."""
         if self._first is None:
-            self._first = self._make(Epoch(), 0, self._parent.example())
+            self._first = self._make(Epoch(), 0, self._parent.example(Epoch()))
         return self._first
 
-    def example(self) -> Any:
-        return self._example_dataset().example()
+    def example(self, epoch: Epoch) -> Any:
+        return self._example_dataset().example(epoch)

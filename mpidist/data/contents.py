@@ -85,7 +85,6 @@ def describe_contents(steps: Any, rank: int) -> tuple[tuple[str, str], ...]:
 
 
 def _sources(steps: Any) -> list[list[tuple[str, Any]]]:
-    """Return the names and arrays of each source of a dataset that is in memory."""
     sources = []
     for step in walk(steps):
         if isinstance(step, SourceMapDataset) and isinstance(step.source, ArrayRows):
@@ -195,7 +194,6 @@ def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _parts_of_list(items: Sequence[Any], name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the columns of a list of records, such as (path, label), or the items."""
     kinds = set(map(type, items))
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind in (tuple, list, dict) and len(items) > len(items[0]):
@@ -216,7 +214,6 @@ def _parts_of_list(items: Sequence[Any], name: str) -> Iterator[tuple[str, Any]]
 
 
 def _checksum(array: Any, is_whole: bool) -> str:
-    """Return the checksum of an array, or of evenly spaced rows of it."""
     array = np.atleast_1d(array)
     if not is_whole:
         row_bytes = max(1, array.nbytes // max(1, len(array)))

@@ -255,11 +255,9 @@ class Dataset(metaclass=_DatasetType):
         )
 
     def _append(self, step: Callable[..., Any], *arguments: Any) -> Dataset:
-        """Return the dataset with one more transformation."""
         return self._with_pipeline(transform(self._pipeline, step, *arguments))
 
     def _append_iter(self, step: Callable[..., Any], *arguments: Any) -> Dataset:
-        """Return the dataset with one more transformation of an iterable dataset."""
         return self._with_pipeline(step(to_iter_dataset(self._pipeline), *arguments))
 
     def map(
@@ -293,11 +291,7 @@ class Dataset(metaclass=_DatasetType):
         """
         check_name(name)
         function = validation.function("map_func", map_func)
-        return self._append(
-            batching.Map,
-            function,
-            count_threads(num_parallel_calls),
-        )
+        return self._append(batching.Map, function, count_threads(num_parallel_calls))
 
     def shuffle(
         self,
@@ -349,6 +343,11 @@ class Dataset(metaclass=_DatasetType):
         reshuffle = validation.switch(
             "reshuffle_each_iteration", reshuffle_each_iteration
         )
+        if size is None and isinstance(self._pipeline, IterDataset):
+            raise ArgumentError(
+                "shuffle of a generator's dataset needs a buffer_size: its elements "
+                "can only be read in order"
+            )
         return self._append(ordering.Shuffle, size, seed, reshuffle, chunks)
 
     def batch(
@@ -676,7 +675,6 @@ DatasetLike = Dataset | Iterable[Any] | Callable[[], Iterable[Any]]
 
 
 def _structure(args: tuple[Any, ...], datasets: Any) -> Any:
-    """Return the structure of datasets passed to `Dataset.zip`."""
     if args and datasets is not None:
         raise ArgumentTypeError("zip takes its datasets in order or by name, not both")
     if args:
@@ -704,7 +702,6 @@ def _refuse_lists(datasets: Any) -> None:
 
 
 def _common_options(datasets: Sequence[Dataset]) -> Options:
-    """Return the options of datasets that are read together."""
     policies = {dataset._options.auto_shard_policy for dataset in datasets}
     if len(asked := policies - {AutoShardPolicy.AUTO}) > 1:
         names = " and ".join(sorted(policy.name for policy in asked))
@@ -736,7 +733,6 @@ def as_dataset(value: Any, call: str) -> Dataset:
 
 
 def _check_torch(value: Any, call: str) -> None:
-    """Refuse datasets of PyTorch, and DataLoaders that differ from rank to rank."""
     data = sys.modules["torch.utils.data"]
     instead = "mpidist.torch.from_dataset(dataset).shuffle(seed=0).batch(n)"
     if isinstance(value, data.Dataset):

@@ -173,7 +173,6 @@ def plain_array(leaf: Any, name: str = "an element of a dataset") -> Any:
 
 
 def _from_library(leaf: Any, name: str) -> Any:
-    """Return an array or a column of another library as an array."""
     has_numpy_dtype = hasattr(getattr(leaf, "dtype", np.dtype("O")), "kind")
     is_tensor = _is_array(leaf) and not has_numpy_dtype  # such as bfloat16 of PyTorch
     try:
@@ -197,7 +196,6 @@ def is_plain(leaf: Any) -> bool:
 
 
 def _require_one_dtype(leaf: Any, name: str) -> None:
-    """Raise if the columns of a data frame differ in dtype."""
     dtypes = sorted(set(arrays.declared_dtypes(leaf)))
     if len(dtypes) > 1 and hasattr(leaf, "columns"):
         raise DataError(
@@ -301,11 +299,7 @@ def _join_leaves(
 
 
 def _with_members(joined: Any, dtypes: Iterable[np.dtype[Any]], name: str) -> Any:
-    """Return an array with the enums of its elements, whose members NumPy drops.
-
-    Raises:
-      DataError: the elements have enums of other members.
-    """
+    """Return an array with the enums of its elements, whose members NumPy drops."""
     enums = {validation.members_of(dtype): dtype for dtype in dtypes}
     enums.pop((), None)  # scalars of NumPy have none
     if len(enums) > 1:
@@ -390,13 +384,10 @@ def owned(
 
 
 def _is_array(leaf: Any) -> bool:
-    """Return whether a leaf is an array of another library than NumPy."""
     return hasattr(leaf, "__dlpack__")
 
 
 def _aliases(array: Any, arguments: tuple[Any, ...]) -> bool:
-    """Return whether an array shares memory with an array in `arguments`."""
-    # The common case, without flattening
     for argument in arguments:
         if argument is array:
             return True
@@ -446,7 +437,6 @@ def _is_new(arrays: list[Any], i: int, views: int = 0) -> bool:
 
 
 def _memory(leaf: Any) -> Any:
-    """Return the object that owns the memory of an array, perhaps itself."""
     while isinstance(leaf, np.ndarray) and leaf.base is not None:
         leaf = leaf.base
         if not isinstance(leaf, np.ndarray):  # as of np.lib.stride_tricks
@@ -455,7 +445,6 @@ def _memory(leaf: Any) -> Any:
 
 
 def _copy(array: Any) -> Any:
-    """Return a copy of an array of NumPy or another library."""
     copy: Callable[[], Any] | None = getattr(array, "clone", None)  # PyTorch
     copy = copy or getattr(array, "copy", None)
     return array if copy is None else copy()

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import copy
 import itertools
 import types
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 from mpidist.data.elements import as_element, spec_of, take_element
-from mpidist.data.map_dataset import Epoch, MapDataset, OpenSources
-from mpidist.data.shuffling import Seed
+from mpidist.data.map_dataset import (
+    Epoch,
+    MapDataset,
+    OpenSources,
+    Steps,
+    Transformation,
+)
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError
 from mpidist.util import nest, validation
 from mpidist.util.threads import call_ahead
@@ -25,74 +29,74 @@ UNKNOWN_CARDINALITY = -2
 _END = object()
 
 
-class IterDataset(abc.ABC):
-    """A source with its transformations. Elements are nests of arrays."""
+class IterDataset(Steps):
+    """A dataset whose elements can only be read in order."""
 
     cardinality = UNKNOWN_CARDINALITY
     may_be_scalars = False  # v1 iterators accept scalars in place of batches
-    seed: Seed | None = None  # of a shuffle
-    keeps_first_epoch = False  # see `MapDataset`
-
-    @property
-    @abc.abstractmethod
-    def batch_size(self) -> int | None:
-        """The rows of an element; None if it is not a batch, or of varying size."""
-
-    @property
-    def is_batched(self) -> bool:
-        """Whether the elements are batches."""
-        return self.batch_size is not None
-
-    @property
-    def parents(self) -> tuple[Any, ...]:
-        """The datasets that this one transforms; a source has none."""
-        return ()
+    is_mapped = False  # what matters for rows with numbers only
 
     @property
     def members(self) -> tuple[Any, ...]:
         """The members of enums, as of a `MapDataset`; empty if unknown."""
         return self.parents[0].members if len(self.parents) == 1 else ()
 
-    @property
-    def file_count(self) -> int:
-        """The number of files with the rows; 0 for rows that are not in files."""
-        return min((parent.file_count for parent in self.parents), default=0)
-
-    def shard_files(self, workers: int, worker: int) -> IterDataset:
-        """Return this dataset over the files of one worker."""
-        return self.replace_parents(lambda parent: parent.shard_files(workers, worker))
-
-    @abc.abstractmethod
-    def describe(self) -> str:
-        """Return text that must be equal on all replicas, and in restored states."""
-
-    def describe_source(self) -> str:
-        """Return the part of `describe` about the sources."""
-        return ", ".join(parent.describe_source() for parent in self.parents)
-
-    @abc.abstractmethod
-    def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
-        """Return the same transformation of `change(parent)`."""
-
-    def rebatch(self, workers: int) -> IterDataset:
-        """Return this dataset with one worker's share of the batch size."""
-        return self.replace_parents(lambda parent: parent.rebatch(workers))
-
     @abc.abstractmethod
     def iterate(self, epoch: Epoch) -> Iterator[Any]:
         """Yield all elements."""
 
-    @abc.abstractmethod
-    def example(self) -> Any:
-        """Return an element; starts and closes another iteration of the source.
+    def element_spec(self) -> Any:
+        return spec_of(as_element(self.example(Epoch())), self.is_batched)
 
-        Raises:
-          DataError: there is no element.
-        """
+
+class IterStep(IterDataset):
+    """A transformation of map-style datasets, of parents that are iterable."""
+
+    def __init__(self, step: MapDataset):
+        self._step = step
+        self.seed, self.keeps_first_epoch = step.seed, step.keeps_first_epoch
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._step.batch_size
+
+    @property
+    def is_batched(self) -> bool:
+        return self._step.is_batched
+
+    @property
+    def parents(self) -> tuple[Any, ...]:
+        return self._step.parents
+
+    @property
+    def last(self) -> MapDataset:
+        return self._step
+
+    @property
+    def file_count(self) -> int:
+        return self._step.file_count
+
+    @property
+    def members(self) -> tuple[Any, ...]:
+        return self._step.members if len(self.parents) == 1 else ()
+
+    def describe(self) -> str:
+        return self._step.describe_in_order()
+
+    def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
+        return IterStep(self._step.replace_parents(change))
+
+    def rebatch(self, workers: int) -> IterDataset:
+        return IterStep(self._step.rebatch(workers))
+
+    def iterate(self, epoch: Epoch) -> Iterator[Any]:
+        return self._step.iterate(epoch, *self.parents)
+
+    def example(self, epoch: Epoch) -> Any:
+        return self._step.example(epoch)
 
     def element_spec(self) -> Any:
-        """Return the nest of TensorSpec of the elements."""
-        return spec_of(as_element(self.example()), self.is_batched)
+        return self._step.element_spec()
 
 
 class GeneratorDataset(IterDataset):
@@ -147,9 +151,9 @@ class GeneratorDataset(IterDataset):
             if isinstance(elements, types.GeneratorType):
                 elements.close()
 
-    def example(self) -> Any:
+    def example(self, epoch: Epoch) -> Any:
         # `closing`, because only its first element is wanted.
-        with contextlib.closing(self.iterate(Epoch())) as elements:
+        with contextlib.closing(self.iterate(epoch)) as elements:
             for element in elements:
                 return element
         raise DataError(
@@ -157,7 +161,6 @@ class GeneratorDataset(IterDataset):
         )
 
     def _start(self) -> Iterator[Any]:
-        """Return a new iterator."""
         source = self._generator
         elements = iter(source() if callable(source) else source)
         if elements is self._last:
@@ -192,7 +195,6 @@ class MapToIterDataset(IterDataset):
     def iterate(self, epoch: Epoch, start: int = 0) -> Iterator[Any]:
         """Yield all elements from index `start` on."""
         length = self._pipeline.length
-        # Endless datasets are numbered without end.
         numbers = itertools.count(start) if length is None else range(start, length)
         open_sources, threads = (
             OpenSources(self._pipeline),
@@ -212,43 +214,14 @@ class MapToIterDataset(IterDataset):
             raise
         open_sources.end()
 
-    def example(self) -> Any:
-        return self._pipeline.example(Epoch())
+    def example(self, epoch: Epoch) -> Any:
+        return self._pipeline.example(epoch)
 
 
-class IterTransformation(IterDataset):
-    """A transformation of one parent.
+class IterTransformation(Transformation, IterDataset):
+    """A transformation of elements that come in order."""
 
-    `describe` contains class names and attributes in order: iterator states hash it.
-    """
-
-    def __init__(self, parent: IterDataset):
-        self._parent = parent
-
-    @property
-    def batch_size(self) -> int | None:
-        return self._parent.batch_size
-
-    @property
-    def is_batched(self) -> bool:
-        return self._parent.is_batched
-
-    @property
-    def parents(self) -> tuple[IterDataset]:
-        return (self._parent,)
-
-    def describe(self) -> str:
-        arguments = [v for k, v in vars(self).items() if k != "_parent"]
-        name = type(self).__name__.removeprefix("Iter").lower()
-        return f"{self._parent.describe()}.{name}({', '.join(map(str, arguments))})"
-
-    def replace_parents(self, change: Callable[[Any], Any]) -> IterDataset:
-        transformation = copy.copy(self)
-        transformation._parent = change(self._parent)
-        return transformation
-
-    def example(self) -> Any:
-        return self._parent.example()
+    _parent: IterDataset
 
 
 def count_rows(batch: Any, call: str = "") -> int:
@@ -257,7 +230,6 @@ def count_rows(batch: Any, call: str = "") -> int:
     Raises:
       DataError: these differ, or an array has none; names `call` if that is given.
     """
-    # Arrays without dimensions have no rows.
     shapes = [leaf.shape for leaf in nest.flatten(batch)[0]]
     if not shapes or any(s[:1] != shapes[0][:1] or not s for s in shapes):
         raise DataError(
@@ -269,7 +241,6 @@ def count_rows(batch: Any, call: str = "") -> int:
 
 
 def _require_source(generator: Any) -> None:
-    """Raise if `generator` cannot be iterated over repeatedly."""
     if callable(generator):
         return
     # The iteration order of a set differs between ranks

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpidist import values
 from mpidist.data import batching, caching, combining, ordering
 from mpidist.data.elements import TensorSpec, spec_of
-from mpidist.data.iter_dataset import IterDataset, MapToIterDataset
+from mpidist.data.iter_dataset import IterDataset, IterStep, MapToIterDataset
 from mpidist.data.map_dataset import Epoch, MapDataset, walk
 from mpidist.data.shuffling import Seed, draw_number
 from mpidist.errors import ArgumentError, ArgumentTypeError, DataError, OutOfRangeError
@@ -129,7 +129,6 @@ class Origin(NamedTuple):
         """
         return cls(
             len(origins),
-            # A step is one batch of each replica.
             sum(o.batch_size for o in origins),
             cardinality,
             hash62(repr([o.source for o in origins])),
@@ -182,7 +181,6 @@ def read_state(
 
 
 def _require_integers(state: Any, names: Sequence[str]) -> dict[str, int]:
-    """Return the integers of a state; raise if they are not valid."""
     # State may come from JSON, so check everything before it is used.
     if not isinstance(state, Mapping):
         raise ArgumentTypeError(
@@ -202,7 +200,6 @@ def _require_integers(state: Any, names: Sequence[str]) -> dict[str, int]:
             f"{', '.join(different)}"
         )
     numbers = {name: _require_integer(name, state[name]) for name in keys}
-    # The other numbers are only compared, so any integer will do.
     for name in ("epoch", "step", *names):
         if not 0 <= numbers[name] < 1 << 63:
             raise ArgumentError(
@@ -213,7 +210,6 @@ def _require_integers(state: Any, names: Sequence[str]) -> dict[str, int]:
 
 def _require_integer(name: str, value: Any) -> int:
     try:
-        # NumPy's integers are fine, floats are not.
         return operator.index(value)
     except TypeError:
         raise ArgumentTypeError(
@@ -224,7 +220,6 @@ def _require_integer(name: str, value: Any) -> int:
 def _differences(
     saved: Origin, current: Origin, pipeline: MapDataset | IterDataset
 ) -> list[str]:
-    """Describe the differences, in words; empty if there are none."""
     if saved.replicas != current.replicas:
         return [
             f"its batches are {_division(saved)}, but here they are "
@@ -404,11 +399,9 @@ class DatasetIterator:
             elements = self._pipeline.iterate(epoch)
         else:
             elements = MapToIterDataset(self._pipeline).iterate(epoch, step)
-        # Read ahead in a thread only if the dataset has `prefetch`.
         self._elements = read_ahead(elements, self._ahead) if self._ahead else elements
 
     def _skip(self, steps: int) -> None:
-        """Skip the first elements of an iterable dataset."""
         try:
             passed = sum(1 for _ in itertools.islice(self._elements, steps))
             if passed < steps:
@@ -421,7 +414,6 @@ class DatasetIterator:
             raise
 
     def _recover(self, error: BaseException) -> None:
-        """Prepare for another call after an error."""
         self.close()
         # A generator is exhausted by its own exception; an index can be read again.
         if isinstance(self._pipeline, IterDataset):
@@ -439,33 +431,21 @@ class DatasetIterator:
         return self._origin
 
 
-# The transformation of an iterable dataset for that of a map-style one
-_ITER_TRANSFORMATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
-    batching.Map: batching.IterMap,
-    batching.Batch: batching.IterBatch,
-    ordering.Shuffle: ordering.IterShuffle,
-    ordering.Repeat: ordering.IterRepeat,
-    ordering.Window: ordering.IterWindow,
-    ordering.Shard: ordering.IterShard,
-    combining.Enumerate: combining.IterEnumerate,
-    caching.Cache: caching.IterCache,
-}
-
-
 def transform(
     pipeline: MapDataset | IterDataset, step: Callable[..., Any], *arguments: Any
 ) -> MapDataset | IterDataset:
     """Return a transformation of a dataset; `step` is that of a map-style one."""
     if isinstance(pipeline, IterDataset):
-        step = _ITER_TRANSFORMATIONS[step]
-    transformed: MapDataset | IterDataset = step(pipeline, *arguments)
+        if step is caching.Cache:
+            return caching.IterCache(pipeline)
+        return IterStep(step(pipeline, *arguments))
+    transformed: MapDataset = step(pipeline, *arguments)
     return transformed
 
 
 def is_sharded(steps: MapDataset | IterDataset) -> bool:
     """Return whether one of the transformations is a shard."""
-    shards = ordering.Shard, ordering.IterShard
-    return any(isinstance(step, shards) for step in walk(steps))
+    return any(isinstance(step, ordering.Shard) for step in walk(steps))
 
 
 # User functions that these modules call may iterate over datasets: those of
@@ -528,7 +508,8 @@ def zip_together(
     map_datasets = [c for c in components if isinstance(c, MapDataset)]
     if len(map_datasets) == len(components):
         return combining.Zip(map_datasets, spec)
-    return combining.IterZip(list(map(to_iter_dataset, components)), spec)
+    parents: list[Any] = list(map(to_iter_dataset, components))
+    return IterStep(combining.Zip(parents, spec))
 
 
 def unbatch(pipeline: MapDataset | IterDataset) -> MapDataset | IterDataset:

@@ -51,10 +51,9 @@ class Epoch:
         return self.seeds.get(seed, seed.number)
 
 
-class MapDataset(abc.ABC):
+class Steps(abc.ABC):
     """A source with its transformations. Elements are nests of arrays."""
 
-    _empty: Any = None
     # Of a shuffle
     seed: Seed | None = None
     # Whether all epochs have the elements of the first one
@@ -62,18 +61,8 @@ class MapDataset(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def length(self) -> int | None:
-        """The number of elements; None for an endless dataset."""
-
-    @property
-    @abc.abstractmethod
     def batch_size(self) -> int | None:
-        """The largest number of rows of an element; None if it is not a batch."""
-
-    @property
-    def cardinality(self) -> int:
-        """The number of elements; INFINITE_CARDINALITY (-1) for an endless dataset."""
-        return INFINITE_CARDINALITY if self.length is None else self.length
+        """The largest number of rows of an element; None if that is unknown."""
 
     @property
     def is_batched(self) -> bool:
@@ -81,9 +70,95 @@ class MapDataset(abc.ABC):
         return self.batch_size is not None
 
     @property
-    def parents(self) -> tuple[MapDataset, ...]:
+    def parents(self) -> tuple[Any, ...]:
         """The datasets that this one transforms; a source has none."""
         return ()
+
+    @property
+    def last(self) -> Any:
+        """The last transformation, which an `IterStep` wraps."""
+        return self
+
+    @property
+    def file_count(self) -> int:
+        """The number of files with the rows; 0 for rows that are not in files."""
+        return min((parent.file_count for parent in self.parents), default=0)
+
+    @abc.abstractmethod
+    def describe(self) -> str:
+        """Return text that must be equal on all replicas, and in restored states."""
+
+    def describe_source(self) -> str:
+        """Return the part of `describe` about the sources."""
+        return ", ".join(parent.describe_source() for parent in self.parents)
+
+    @abc.abstractmethod
+    def replace_parents(self, change: Callable[[Any], Any]) -> Any:
+        """Return the same transformation of `change(parent)`."""
+
+    def shard_files(self, workers: int, worker: int) -> Any:
+        """Return this dataset over the files of one worker; `file_count` is not 0."""
+        return self.replace_parents(lambda parent: parent.shard_files(workers, worker))
+
+    def rebatch(self, workers: int) -> Any:
+        """Return this dataset with one worker's share of the batch size."""
+        return self.replace_parents(lambda parent: parent.rebatch(workers))
+
+    @abc.abstractmethod
+    def example(self, epoch: Epoch) -> Any:
+        """Return the first element, or zeros if the dataset is known to be empty.
+
+        Raises:
+          DataError: a generator yields no element.
+        """
+
+    def element_spec(self) -> Any:
+        """Return the nest of TensorSpec of the elements; may read a row."""
+        return spec_of(self.example(Epoch()), self.is_batched)
+
+
+class Transformation(Steps):
+    """A transformation of one parent."""
+
+    def __init__(self, parent: Any):
+        self._parent = parent
+
+    @property
+    def batch_size(self) -> int | None:
+        size: int | None = self._parent.batch_size
+        return size
+
+    @property
+    def is_batched(self) -> bool:
+        return bool(self._parent.is_batched)
+
+    @property
+    def parents(self) -> tuple[Any, ...]:
+        return (self._parent,)
+
+    def replace_parents(self, change: Callable[[Any], Any]) -> Any:
+        again = copy.copy(self)
+        again._parent = change(self._parent)
+        return again
+
+    def example(self, epoch: Epoch) -> Any:
+        return self._parent.example(epoch)
+
+
+class MapDataset(Steps):
+    """A dataset whose elements have numbers, by which they are read."""
+
+    _empty: Any = None
+
+    @property
+    @abc.abstractmethod
+    def length(self) -> int | None:
+        """The number of elements; None for an endless dataset."""
+
+    @property
+    def cardinality(self) -> int:
+        """The number of elements; INFINITE_CARDINALITY (-1) for an endless dataset."""
+        return INFINITE_CARDINALITY if self.length is None else self.length
 
     @property
     def parallel_calls(self) -> int:
@@ -94,11 +169,6 @@ class MapDataset(abc.ABC):
     def is_mapped(self) -> bool:
         """Whether reading calls user functions."""
         return any(parent.is_mapped for parent in self.parents)
-
-    @property
-    def file_count(self) -> int:
-        """The number of files with the rows; 0 for rows in memory."""
-        return min((parent.file_count for parent in self.parents), default=0)
 
     @property
     def has_known_spec(self) -> bool:
@@ -137,29 +207,13 @@ class MapDataset(abc.ABC):
         for parent in self.parents:
             parent.reserve_cache(elements)
 
-    @abc.abstractmethod
-    def describe(self) -> str:
-        """Return text that must be equal on all replicas, and in restored states."""
+    def iterate(self, epoch: Epoch, *parents: Any) -> Iterator[Any]:
+        """Yield the elements, of parents that can only be read in order."""
+        raise NotImplementedError
 
-    def describe_source(self) -> str:
-        """Return the part of `describe` about the sources."""
-        return ", ".join(parent.describe_source() for parent in self.parents)
-
-    def shard_files(self, workers: int, worker: int) -> MapDataset:
-        """Return this dataset over the files of one worker; `file_count` is not 0."""
-        return self.replace_parents(lambda parent: parent.shard_files(workers, worker))
-
-    @abc.abstractmethod
-    def replace_parents(self, change: Callable[[MapDataset], MapDataset]) -> MapDataset:
-        """Return the same transformation of `change(parent)`."""
-
-    def rebatch(self, workers: int) -> MapDataset:
-        """Return this dataset with one worker's share of the batch size."""
-        return self.replace_parents(lambda parent: parent.rebatch(workers))
-
-    def element_spec(self) -> Any:
-        """Return the nest of TensorSpec of the elements; may read a row."""
-        return spec_of(self.example(Epoch()), self.is_batched)
+    def describe_in_order(self) -> str:
+        """Return what `describe` does, of parents that can only be read in order."""
+        return self.describe()
 
     @property
     def members(self) -> tuple[Any, ...]:
@@ -200,15 +254,10 @@ class MapDataset(abc.ABC):
         """
         return (self.local_batch(epoch, i, share) for i in steps)
 
-    @abc.abstractmethod
-    def example(self, epoch: Epoch) -> Any:
-        """Return the first element, or zeros if the dataset is empty."""
-
     def empty_batch(self, epoch: Epoch) -> Any:
         """Return a batch without rows; the first call may read a row."""
         if self._empty is None:
             example = self.example(epoch)
-            # [:0] keeps dtype and the other dimensions.
             self._empty = nest.map_leaves(lambda a: plain_array(a)[:0], example)
         return self._empty
 
@@ -286,36 +335,18 @@ class SourceMapDataset(MapDataset):
         )
 
 
-class MapTransformation(MapDataset):
+class MapTransformation(Transformation, MapDataset):
     """A transformation; by default of the order, from which `locate` follows."""
 
-    def __init__(self, parent: MapDataset):
-        self._parent = parent
+    _parent: MapDataset
 
     @property
     def length(self) -> int | None:
         return self._parent.length
 
     @property
-    def batch_size(self) -> int | None:
-        return self._parent.batch_size
-
-    @property
-    def parents(self) -> tuple[MapDataset, ...]:
-        return (self._parent,)
-
-    @property
     def row_bytes(self) -> int | None:
         return self._parent.row_bytes
-
-    def replace_parents(self, change: Callable[[MapDataset], MapDataset]) -> MapDataset:
-        return self._with_parent(change(self._parent))
-
-    def _with_parent(self, parent: MapDataset) -> MapDataset:
-        """Return the same transformation of another parent."""
-        transformation = copy.copy(self)
-        transformation._parent = parent
-        return transformation
 
     def locate(self, epoch: Epoch, positions: Positions) -> Positions:
         """Return the parent's indices of the elements at `positions`."""
@@ -323,7 +354,6 @@ class MapTransformation(MapDataset):
 
     def locate_one(self, epoch: Epoch, i: int) -> tuple[Epoch, int]:
         """Return the parent's epoch and index of element `i`."""
-        # An array of one position: `locate` is written for arrays.
         return epoch, int(self.locate(epoch, np.array([i]))[0])
 
     def element(self, epoch: Epoch, i: int) -> Any:
@@ -339,17 +369,13 @@ class MapTransformation(MapDataset):
         return self._parent.batch_rows(*self.locate_one(epoch, i))
 
     def local_batch(self, epoch: Epoch, i: int, share: BatchShare) -> Any:
-        # A repetition changes both the epoch and the index.
         epoch, i = self.locate_one(epoch, i)
         return self._parent.local_batch(epoch, i, share)
-
-    def example(self, epoch: Epoch) -> Any:
-        return self._parent.example(epoch)
 
 
 def walk(steps: Any) -> Iterator[Any]:
     """Yield a dataset, and all those before it: MapDataset or IterDataset."""
-    yield steps
+    yield steps.last
     for parent in steps.parents:
         yield from walk(parent)
 

@@ -23,10 +23,7 @@ from mpidist.data.elements import (
     require_like_members,
     spec_of,
 )
-from mpidist.data.iter_dataset import (
-    IterDataset,
-    IterTransformation,
-)
+from mpidist.data.iter_dataset import IterDataset
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
 from mpidist.data.shuffling import ChunkShuffle, Seed, divide_block
 from mpidist.data.sources import Positions
@@ -58,6 +55,7 @@ class Shuffle(MapTransformation):
         super().__init__(parent)
         self.seed = Seed(seed, is_fixed=not reshuffle)
         self.reshuffle = reshuffle
+        self._buffer_size = buffer_size  # for elements in order
         self._window_chunks = window_chunks
         # An epoch, and the stripes that were read in it
         self._read: tuple[Any, frozenset[int]] = None, frozenset()
@@ -102,10 +100,31 @@ class Shuffle(MapTransformation):
         return layout, self._window_chunks or layout.default_block_chunks
 
     def _key(self, epoch: Epoch) -> tuple[int, int]:
-        """Return the seed and the epoch number of the permutation."""
         seed = epoch.seeds.get(self.seed, self.seed.number)
         # Without reshuffling every epoch has the order of epoch 0.
         return seed, epoch.number if self.reshuffle else 0
+
+    def describe_in_order(self) -> str:
+        arguments = f"{self._buffer_size}, {self.seed}, {self.reshuffle}"
+        return f"{self._parent.describe()}.shuffle({arguments})"
+
+    def iterate(self, epoch: Epoch, *parents: Any) -> Iterator[Any]:
+        seed, number = self._key(epoch)
+        self.seed.is_used |= seed == self.seed.number
+        # Numbered by epoch: the same epoch gives the same order after a restart.
+        random = np.random.default_rng([sharding.to_word(seed), number])
+        elements = parents[0].iterate(epoch)
+        buffer = list(itertools.islice(elements, self._buffer_size))
+        # Draw from a full buffer, and put the next element in its place
+        for element in elements:
+            i = int(random.integers(len(buffer)))
+            drawn, buffer[i] = buffer[i], element
+            yield drawn
+        # Draw from the rest; swapping with the last element makes removal O(1)
+        while buffer:
+            i = int(random.integers(len(buffer)))
+            buffer[i], buffer[-1] = buffer[-1], buffer[i]
+            yield buffer.pop()
 
 
 _chunk_shuffle = functools.lru_cache(maxsize=8)(ChunkShuffle)
@@ -122,7 +141,6 @@ class Window(MapTransformation):
     @property
     def length(self) -> int | None:
         whole = self._parent.length
-        # None, an endless parent, has no end to count from.
         rest = None if whole is None else max(0, whole - self._start)
         if self._count is None:
             return rest
@@ -158,9 +176,12 @@ class Window(MapTransformation):
     def local_batches(
         self, epoch: Epoch, steps: range, share: BatchShare
     ) -> Iterator[Any]:
-        # Steps are numbered from the start of this window.
         steps = range(steps.start + self._start, steps.stop + self._start)
         return self._parent.local_batches(epoch, steps, share)
+
+    def iterate(self, epoch: Epoch, *parents: Any) -> Iterator[Any]:
+        stop = None if self._count is None else self._start + self._count
+        return itertools.islice(parents[0].iterate(epoch), self._start, stop)
 
 
 class FullBatches(Window):
@@ -211,15 +232,17 @@ class Shard(MapTransformation):
         whole = self._parent.length
         if whole is None:
             return None
-        # Rounded up: shard 0 gets one more than the last.
         return max(0, -(-(whole - self._index) // self._num_shards))
 
     def describe(self) -> str:
         return f"{self._parent.describe()}.shard({self._num_shards}, {self._index})"
 
     def locate(self, epoch: Epoch, positions: Positions) -> Positions:
-        # Round-robin, as TensorFlow does.
         return positions * self._num_shards + self._index
+
+    def iterate(self, epoch: Epoch, *parents: Any) -> Iterator[Any]:
+        elements = parents[0].iterate(epoch)
+        return itertools.islice(elements, self._index, None, self._num_shards)
 
 
 class Repeat(MapTransformation):
@@ -246,7 +269,6 @@ class Repeat(MapTransformation):
 
     def locate_one(self, epoch: Epoch, i: int) -> tuple[Epoch, int]:
         whole = self._parent.length
-        # An endless parent never begins its second repetition.
         repetition, i = (0, i) if whole is None else divmod(i, whole)
         return epoch_of_repetition(epoch, self.count, repetition), i
 
@@ -291,6 +313,17 @@ class Repeat(MapTransformation):
         parts, origins = self._parts(epoch, positions)
         return merge([self._parent.element_list(*p) for p in parts], origins)
 
+    def iterate(self, epoch: Epoch, *parents: Any) -> Iterator[Any]:
+        count = self.count
+        for repetition in itertools.count() if count is None else range(count):
+            is_empty = True
+            again = epoch_of_repetition(epoch, count, repetition)
+            for element in parents[0].iterate(again):
+                is_empty = False
+                yield element
+            if is_empty and count is None:
+                return  # repeating an empty dataset endlessly would never return
+
 
 class Concatenate(MapDataset):
     """The elements of one dataset, then those of another."""
@@ -331,7 +364,6 @@ class Concatenate(MapDataset):
 
     def unbatched(self) -> MapDataset | None:
         first, second = self._first.unbatched(), self._second.unbatched()
-        # Both must have known rows.
         return first and second and Concatenate(first, second)
 
     def chunk_layout(self) -> ChunkLayout | None:
@@ -340,7 +372,6 @@ class Concatenate(MapDataset):
         if first is None or second is None:
             return None
         return dataclasses.replace(
-            # The larger chunk is the unit that matters for memory.
             max(first, second, key=lambda layout: layout.rows * layout.row_bytes),
             lengths=first.lengths + second.lengths,
             is_costly=first.is_costly or second.is_costly,
@@ -375,7 +406,6 @@ class Concatenate(MapDataset):
         """Return what to read of the datasets, and each position's part."""
         self._require_like()
         before = self._first.length
-        # Read from one dataset only, where the positions allow it.
         if before is None or positions.size == 0 or positions.max() < before:
             return [(self._first, positions)], np.zeros(positions.size, np.int64)
         in_second = positions >= before
@@ -423,93 +453,6 @@ def _interleave(parts: list[Any], origins: Any) -> Any:
     return nest.map_leaves(lambda a: a[back], concatenate(parts))
 
 
-class IterShuffle(IterTransformation):
-    """All elements, each drawn at random from a buffer of the next ones."""
-
-    def __init__(
-        self,
-        parent: IterDataset,
-        buffer_size: int | None,
-        seed: int | None,
-        reshuffle: bool,
-        window_chunks: int | None = None,
-    ):
-        super().__init__(parent)
-        if buffer_size is None:
-            raise ArgumentError(
-                "shuffle of a generator's dataset needs a buffer_size: its elements "
-                "can only be read in order"
-            )
-        self._buffer_size = buffer_size
-        self.seed: Seed = Seed(seed, is_fixed=not reshuffle)
-        self.reshuffle = reshuffle
-
-    def iterate(self, epoch: Epoch) -> Iterator[Any]:
-        seed = epoch.number_of(self.seed)
-        self.seed.is_used |= seed == self.seed.number
-        number = epoch.number if self.reshuffle else 0
-        # Numbered by epoch: the same epoch gives the same order after a restart.
-        random = np.random.default_rng([sharding.to_word(seed), number])
-        elements = self._parent.iterate(epoch)
-        buffer = list(itertools.islice(elements, self._buffer_size))
-        # Draw from a full buffer, and put the next element in its place
-        for element in elements:
-            i = int(random.integers(len(buffer)))
-            drawn, buffer[i] = buffer[i], element
-            yield drawn
-        # Draw from the rest; swapping with the last element makes removal O(1)
-        while buffer:
-            i = int(random.integers(len(buffer)))
-            buffer[i], buffer[-1] = buffer[-1], buffer[i]
-            yield buffer.pop()
-
-
-class IterWindow(IterTransformation):
-    """A run of elements: take and skip."""
-
-    def __init__(self, parent: IterDataset, start: int, count: int | None):
-        super().__init__(parent)
-        self._start = start
-        self._count = count
-
-    def iterate(self, epoch: Epoch) -> Iterator[Any]:
-        stop = None if self._count is None else self._start + self._count
-        return itertools.islice(self._parent.iterate(epoch), self._start, stop)
-
-
-class IterShard(IterTransformation):
-    """Every n-th element."""
-
-    def __init__(self, parent: IterDataset, num_shards: int, index: int):
-        super().__init__(parent)
-        self._num_shards = num_shards
-        self._index = index
-
-    def iterate(self, epoch: Epoch) -> Iterator[Any]:
-        elements = self._parent.iterate(epoch)
-        return itertools.islice(elements, self._index, None, self._num_shards)
-
-
-class IterRepeat(IterTransformation):
-    """The elements repeated, perhaps endlessly; each repetition is an epoch."""
-
-    def __init__(self, parent: IterDataset, count: int | None):
-        super().__init__(parent)
-        self._count = count
-
-    def iterate(self, epoch: Epoch) -> Iterator[Any]:
-        repetitions = itertools.count() if self._count is None else range(self._count)
-        for repetition in repetitions:
-            is_empty = True
-            for element in self._parent.iterate(
-                epoch_of_repetition(epoch, self._count, repetition)
-            ):
-                is_empty = False
-                yield element
-            if is_empty and self._count is None:
-                return  # repeating an empty dataset endlessly would never return
-
-
 class IterConcatenate(IterDataset):
     """The elements of one dataset, then those of another."""
 
@@ -553,17 +496,17 @@ class IterConcatenate(IterDataset):
     def _spec_of(self, element: Any) -> Any:
         return spec_of(as_element(element), self.is_batched)
 
-    def example(self) -> Any:
+    def example(self, epoch: Epoch) -> Any:
         try:
-            return self._first.example()
+            return self._first.example(epoch)
         except DataError:
-            return self._second.example()
+            return self._second.example(epoch)
 
 
 def is_reshuffled(dataset: MapDataset | IterDataset) -> bool:
     """Return whether the order of the rows may be another one in each epoch."""
     if dataset.keeps_first_epoch:
         return False
-    if isinstance(dataset, Shuffle | IterShuffle) and dataset.reshuffle:
+    if isinstance(dataset.last, Shuffle) and dataset.last.reshuffle:
         return True
     return any(map(is_reshuffled, dataset.parents))

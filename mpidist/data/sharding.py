@@ -97,7 +97,6 @@ class Permutation:
             inverse: Indices = np.argsort(table)[rows]
             return inverse
         positions = self._decrypt(rows.reshape(-1).astype(np.uint64))
-        # Walking backwards along the same cycle.
         while (outside := positions >= np.uint64(self.length)).any():
             positions[outside] = self._decrypt(positions[outside])
         return positions.astype(np.int64).reshape(rows.shape)
@@ -109,7 +108,6 @@ class Permutation:
             )
 
     def _sides(self) -> tuple[np.uint64, np.uint64]:
-        """Return a and b."""
         # a is about the square root, so both halves get about the same number of bits.
         a = math.isqrt(self.length - 1) + 1
         return np.uint64(a), np.uint64(-(-self.length // a))
@@ -130,7 +128,6 @@ class Permutation:
         left = x // b
         right = x - left * b
         keys = _keys(self.seed, self.epoch, self._ROUNDS)
-        # The same rounds in reverse order, with subtraction in place of addition.
         for i in reversed(range(0, self._ROUNDS, 2)):
             # b - draw is the negative modulo b; unsigned numbers have no sign.
             right = _add(right, b - _draw(left, keys[i + 1], b), b)
@@ -196,7 +193,6 @@ def to_word(number: int) -> int:
 
 
 def _mix(x: Words) -> Words:
-    """Return SplitMix64's output for the states `x`."""
     z: Words = x + _GOLDEN
     z ^= z >> _SHIFTS[0]
     z *= _FACTOR_1
@@ -229,7 +225,6 @@ def _draw(x: Words, key: np.uint64, size: np.uint64) -> Words:
 
 
 def _add(x: Words, y: Words, size: np.uint64) -> Words:
-    """Return x + y modulo `size`, which none of `x` and `y` exceeds."""
     x = x + y
     # If x < size, the unsigned difference wraps around to a larger number
     return np.minimum(x, x - size)

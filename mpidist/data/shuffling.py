@@ -120,7 +120,6 @@ class _ChunkSequence:
         return starts
 
     def rows(self, positions: Indices) -> Indices:
-        """Return the row at each position."""
         slots, inside = self.locate(positions)
         chunks = self._order(slots)
         runs = np.searchsorted(self._first_chunks, chunks, "right") - 1

@@ -235,7 +235,6 @@ class RangeRows:
 
 
 def _holds(dtype: np.dtype[Any], number: int) -> bool:
-    """Return whether a dtype holds all integers from 0 to `number`."""
     if is_integer(dtype):
         return int(np.iinfo(dtype).min) <= number <= int(np.iinfo(dtype).max)
     if dtype == np.bool_:

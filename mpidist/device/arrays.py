@@ -142,7 +142,6 @@ def _meaning_of_item(item: Any) -> str:
 
 
 def _has_unit(value: Any) -> bool:
-    """Return whether another library's array, or what it wraps, has a unit."""
     if not _is_wrapper(value):
         return False
     kind = type(value)
@@ -209,14 +208,12 @@ def like_foreign(result: Any, original: Any) -> Any:
 
 
 def _library_of(array: Any) -> Any:
-    """Return the module with the array functions of another library."""
     if hasattr(array, "__array_namespace__"):
         return array.__array_namespace__()
     return sys.modules.get(type(array).__module__.partition(".")[0])
 
 
 def _to_numba(result: Any, original: Any) -> Any:
-    """Convert a CuPy array to Numba's type if `original` has that type."""
     if type(original).__module__.startswith("numba.") and is_device_array(result):
         return sys.modules["numba"].cuda.as_cuda_array(result)
     return result
@@ -309,7 +306,6 @@ def _to_jax(array: Any) -> Any:
 
 
 def _is_on_gpu(value: Any) -> bool:
-    """Return whether an array of another library lies on an NVIDIA GPU."""
     if hasattr(value, "__dlpack_device__"):
         return value.__dlpack_device__()[0] in _DLPACK_CUDA
     # PyTorch tensors have this attribute only if they are on a GPU
@@ -383,7 +379,6 @@ def find_change(value: Any, array: Any) -> str:
 
 
 def _null_count(column: Any) -> int:
-    """Return the number of missing values in a column of PyArrow, else 0."""
     count = getattr(column, "null_count", 0)
     return count if isinstance(count, int) else 0
 

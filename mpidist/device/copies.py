@@ -28,7 +28,6 @@ class _Buffer:
 
     @property
     def address(self) -> int:
-        """The address of the first byte."""
         return self._pinned.address
 
     def take(self, size_bytes: int) -> None:
@@ -38,7 +37,6 @@ class _Buffer:
         self.bytes = self._pinned.take(size_bytes)
 
     def wait(self) -> npt.NDArray[np.uint8]:
-        """Wait for the copy from the GPU, and return the bytes."""
         self.event.synchronize()
         return self.bytes
 
@@ -136,7 +134,6 @@ class SmallCopies:
 
     @functools.cached_property
     def _buffers(self) -> tuple[Pinned, Pinned]:
-        """The memory for copies to the host, and for those to the GPU."""
         return Pinned(), Pinned()
 
     def down(self, values: Sequence[Any]) -> list[Any]:
@@ -195,7 +192,6 @@ class SmallCopies:
 
 
 def _lay_out(values: Sequence[Any]) -> tuple[list[int], int]:
-    """Return the offset of each array in a buffer, and the buffer's size in bytes."""
     # Beside arrays on a GPU there may be Python's numbers, which need no room
     sizes = [round_up(getattr(value, "nbytes", 0)) for value in values]
     ends = [*itertools.accumulate(sizes, initial=0)]

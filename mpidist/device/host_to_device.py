@@ -204,7 +204,6 @@ class Uploads:
         slot.size = size
 
     def _send(self, slot: _Slot, layout: _Layout, leaves: Sequence[Any]) -> Event:
-        """Start copying leaves to a slot; return the event of the end of the copies."""
         stream, parts = self._stream, layout.parts
         for i in layout.packed:
             _write(slot.host, parts[i], leaves[i])
@@ -245,7 +244,6 @@ def take(batch: Any) -> Any:
 
 
 def _lay_out(leaves: Sequence[Any], stream: CopyStream) -> _Layout:
-    """Lay out a batch's leaves in a slot."""
     packed: list[int] = []
     as_they_lie: list[int] = []
     there: list[int] = []
@@ -280,7 +278,6 @@ def _is_page_locked(leaf: Any) -> bool:
 
 
 def _bytes_of(array: Any) -> npt.NDArray[np.uint8]:
-    """Return a view of the bytes of a contiguous array."""
     return array.reshape(-1).view(np.uint8)  # type: ignore[no-any-return]
 
 

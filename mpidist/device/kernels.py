@@ -40,7 +40,6 @@ def _kernel_name(dtype: np.dtype[Any]) -> str | None:
 
 
 def _parts_of(dtype: np.dtype[Any]) -> int:
-    """Return how many numbers an element is."""
     return 2 if traits(dtype).family == "complex" else 1
 
 

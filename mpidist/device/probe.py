@@ -61,7 +61,6 @@ def run(index: int) -> Outcome:
 
 
 def _run_one(command: list[str], environ: Mapping[str, str]) -> str:
-    """Run a command; return why it failed, or an empty string if it succeeded."""
     process = subprocess.Popen(
         command,
         env=dict(environ),
@@ -88,7 +87,6 @@ def _run_one(command: list[str], environ: Mapping[str, str]) -> str:
 
 
 def _clean(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without this job's variables, to start another job."""
     kept = environ_of_another_job(environ)
     # Start two ranks on one core, too
     kept.setdefault("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
@@ -108,7 +106,6 @@ def library_path() -> Path | None:
 
 
 def _mpirun(library: Path | None) -> Path | None:
-    """Return the mpirun in the same installation as a library."""
     for folder in () if library is None else library.parents[1:3]:
         mpirun = folder / "bin" / "mpirun"
         if mpirun.exists():
@@ -159,7 +156,6 @@ def _address(values: npt.NDArray[Any]) -> int:
 
 
 def _driver(name: str, *arguments: Any) -> None:
-    """Call a function of CUDA's driver, and raise an error if it fails."""
     status = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
     if status:
         raise RuntimeError(f"{name} failed with CUresult {status}")

@@ -177,7 +177,6 @@ class CopyStream:
 
     @property
     def _device(self) -> Any:
-        """A context manager that makes the GPU the calling thread's current device."""
         return on_gpu(self._index)
 
     @property

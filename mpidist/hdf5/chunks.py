@@ -258,7 +258,6 @@ def skips_user_block(file: h5py.File) -> bool:
 
 @functools.cache
 def _offsets_include_user_block() -> bool:
-    """Return whether HDF5 reports the right offset of a chunk after a user block."""
     image, data = io.BytesIO(), np.arange(1, 17, dtype=np.uint8)
     offsets: list[int] = []
     with h5py.File(image, "w", userblock_size=512) as file:

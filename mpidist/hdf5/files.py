@@ -243,7 +243,6 @@ class RawFile:
             items[positions[some]] = _items_of(data, size_bytes)[inside]
 
     def _read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill a buffer with the bytes from `offset` on."""
         while (count := os.preadv(self._descriptor, [buffer], offset)) < len(buffer):
             if not count:
                 raise self._truncated(offset)
@@ -495,14 +494,12 @@ class OpenFiles:
                     self.close()  # the limit of open files is lower than ours
                     files[path] = open_file()
             files.move_to_end(path)
-            # The least recently used one.
             if len(files) > _OPEN_FILES:
                 files.popitem(last=False)
             return files[path]
 
 
 def _sources_of(file_index: FileIndex, rows: Any) -> Iterable[FileState]:
-    """Return the other files that hold some of the rows."""
     others = file_index.others
     if len(others) <= _FEW_FILES:  # as fast as finding out which
         return others

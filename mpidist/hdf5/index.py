@@ -260,7 +260,6 @@ def _index_file(
         ]
         with _explain(path, f"the files of {', '.join(names)} cannot be read"):
             missing = check_sources(datasets, others, allow_short_external)
-            # In the order in which they were found, each once.
             states = tuple(state_of(Path(other)) for other in others.rows)
         if missing:
             raise DataError(
@@ -311,7 +310,6 @@ def choose_datasets(path: Path) -> tuple[list[str], list[str]]:
     def visit(name: str, item: h5py.Dataset | h5py.Group) -> None:
         if not isinstance(item, h5py.Dataset):
             return
-        # An empty dataset has no shape.
         try:
             shape, dtype = kind_of(item) if item.shape else ((), None)
         except TypeError:  # a type without a NumPy equivalent
@@ -355,7 +353,6 @@ def state_of(path: Path, descriptor: int | None = None) -> FileState:
 
 
 def _dataset(path: Path, file: h5py.File, name: str, others: Sources) -> h5py.Dataset:
-    """Return a dataset; add the files to which links on its path lead."""
     with _explain(path, f"dataset {name!r} cannot be opened"):
         others.add(find_linked(file, name))
         dataset = file.get(name)
@@ -400,7 +397,6 @@ def _index_readable(
 
 
 def _indexed(file: h5py.File, name: str, dataset: h5py.Dataset) -> DatasetIndex | str:
-    """Return the index of a dataset, or the reason why h5py must read it."""
     if dataset.file.filename != file.filename:
         return "an external link to another file"
     if not _is_plain(dataset):

@@ -282,7 +282,6 @@ def _check_external(dataset: h5py.Dataset, allow_short: bool) -> Iterator[str]:
 
 
 def _storage_path(name: str, file: h5py.File) -> str:
-    """Return the path at which HDF5 opens external storage of a dataset in `file`."""
     origin = str(Path(file.filename).parent)
     prefix = os.environ.get(_STORAGE, "").replace("${ORIGIN}", origin)
     return os.path.abspath(os.path.join(prefix, name))
@@ -345,9 +344,6 @@ def _open_source(
     """Open a source file of a dataset in the file `virtual`.
 
     Returns: the file, and why there is none.
-
-    Raises:
-      OSError: one is not a regular file.
     """
     if name == ".":
         return virtual, ""
@@ -361,7 +357,6 @@ def _open_source(
 
 
 def _problem(source: Any, shape: tuple[int, ...]) -> str:
-    """Return why a source has not the elements within `shape`, or nothing."""
     if not isinstance(source, h5py.Dataset):
         return "is no dataset" if source else "does not exist"
     # HDF5 raises where the numbers of dimensions differ
@@ -393,7 +388,6 @@ def _sources_of(dataset: h5py.Dataset) -> dict[str, dict[str, tuple[int, ...]]]:
 
 
 def _rows_by_source(dataset: h5py.Dataset) -> dict[str, tuple[int, int]]:
-    """Return which rows of a virtual dataset each source file has, by its name."""
     plist, existing = dataset.id.get_create_plist(), Sources({}, [], [])
     for number in range(plist.get_virtual_count()):
         space, rows = plist.get_virtual_vspace(number), ALL_ROWS
@@ -405,7 +399,6 @@ def _rows_by_source(dataset: h5py.Dataset) -> dict[str, tuple[int, int]]:
 
 
 def _grows(space: h5s.SpaceID) -> bool:
-    """Return whether a selection has no end."""
     if (
         space.get_select_type() != h5s.SEL_HYPERSLABS
         or not space.is_regular_hyperslab()
@@ -423,7 +416,6 @@ def _decoded(get: Callable[[int], str], number: int) -> str:
 
 
 def _stops(space: h5s.SpaceID) -> tuple[int, ...]:
-    """Return where a selection ends, per dimension; empty if it is all, or grows."""
     kind = space.get_select_type()
     if kind in (h5s.SEL_ALL, h5s.SEL_NONE):
         return ()  # HDF5 raises if a source is not as large as all of it
@@ -433,11 +425,7 @@ def _stops(space: h5s.SpaceID) -> tuple[int, ...]:
 
 
 def _find_storage(dataset: h5py.Dataset, existing: Sources) -> None:
-    """Add the files of external storage, and patterns of numbered VDS sources (%b).
-
-    Raises:
-      OSError: one is not a regular file.
-    """
+    """Add the files of external storage, and patterns of numbered VDS sources (%b)."""
     for name, _, _ in dataset.external or ():
         path = _storage_path(name, dataset.file)
         if os.path.exists(path):
@@ -484,11 +472,7 @@ def _is_shared(file: h5py.File) -> bool:
 
 
 def _find(name: str, file: h5py.File, prefix: str) -> list[str]:
-    """Return the files that HDF5 may open for a name stored in `file`, in its order.
-
-    Raises:
-      OSError: one is not a regular file.
-    """
+    """Return the files that HDF5 may open for a name stored in `file`, in its order."""
     return _existing(_candidates(name, file, prefix))
 
 

@@ -115,7 +115,6 @@ class Hdf5Rows:
     def shard_files(self, workers: int, worker: int) -> Hdf5Rows:
         """Return the rows of every `workers`-th file, from file `worker` on."""
         names = nest.unflatten(self._spec, self._names)
-        # Only files differ.
         paths, allow_short = self._paths[worker::workers], self._allow_short_external
         share = Hdf5Rows(paths, names, allow_short, self._threads, self._may_be_part)
         share._all_paths = self._paths
@@ -283,7 +282,6 @@ class Hdf5Rows:
     def _read_part(
         self, part: FileRows, blocks: Mapping[Key, Any], buffers: Buffers
     ) -> list[Any]:
-        """Return rows of each dataset of one file, perhaps in buffers."""
         fields = range(len(self._names))
         leaves = [self._read(part, i, blocks, buffers) for i in fields]
         file, rows, _ = part
@@ -296,13 +294,8 @@ class Hdf5Rows:
         return leaves
 
     def _read(
-        self,
-        part: FileRows,
-        field: int,
-        blocks: Mapping[Key, Any],
-        buffers: Buffers,
+        self, part: FileRows, field: int, blocks: Mapping[Key, Any], buffers: Buffers
     ) -> Any:
-        """Return rows of one dataset of one file, perhaps in a buffer."""
         file, rows, _ = part
         index, parallel = self._index(file, field), self._blocks.parallel
         if index.is_in_blocks:
@@ -323,7 +316,6 @@ class Hdf5Rows:
             return kept.take(rows, buffers, parallel)
 
     def _load_block(self, key: Key) -> Any:
-        """Return all rows of a block of chunks."""
         file, field, block = key
         index = self._index(file, field)
         rows = block_rows(index, block)
@@ -360,15 +352,12 @@ class Hdf5Rows:
     def _by_h5py(
         self, file: int, field: int, rows: Any, read: Callable[[h5py.Dataset], Any]
     ) -> Any:
-        """Return `read(dataset)` in native byte order."""
         index = self._index(file, field)
         path, file_index = self._paths[file], self.file_map().files[file]
         found = self._open_files.by_h5py(path, file_index, index, rows, read)
-        # HDF5 returns the stored byte order.
         return found.astype(index.native, copy=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without the state of this process, which `__setstate__` creates again.
         transient = {"_open_files", "buffers", "_scratch", "_blocks", "_kept", "_lock"}
         transient |= {"_owner", "_users"}
         return {k: v for k, v in self.__dict__.items() if k not in transient}
@@ -408,7 +397,6 @@ class FileMap(NamedTuple):
         Raises:
           DataError: the files do not fit together.
         """
-        # All files must give rows of one dtype and shape.
         for file in files[1:]:
             _require_like(file, files[0])
         starts = np.cumsum([0, *(file.rows for file in files)])
@@ -417,17 +405,14 @@ class FileMap(NamedTuple):
     def cut(self, rows: Rows) -> Iterator[FileRows]:
         """Split wanted rows by file; yields at least one part."""
         starts = self.starts
-        # One file, or nothing wanted: no grouping.
         if len(starts) == 2 or not rows.size:
             yield FileRows(0, rows, slice(None))
             return
         files = np.searchsorted(starts, rows, "right") - 1
         if len(starts) < 1 << 16:  # numbers of 16 bits are sorted faster
             files = files.astype(np.uint16)
-        # Group the rows by file
         order = np.argsort(files, kind="stable")
         files, ordered = files[order], rows[order]
-        # Where the file number changes, a new part begins.
         edges = np.flatnonzero(files[1:] != files[:-1]) + 1
         for first, last in itertools.pairwise([0, *edges.tolist(), rows.size]):
             file = int(files[first])
@@ -468,7 +453,6 @@ def _is_short(index: DatasetIndex) -> bool:
 
 
 def _require_like(file: FileIndex, first: FileIndex) -> None:
-    """Raise a DataError if the rows of two files differ in dtype or shape."""
     for index, other in zip(file.datasets, first.datasets, strict=True):
         if _rows_of(index) != _rows_of(other):
             here, there = (
@@ -539,7 +523,6 @@ class _KeptRows:
             list(parallel(read, np.unique(missing).tolist()))
 
     def take(self, rows: Rows, buffers: Buffers, parallel: Map) -> Any:
-        """Return copies of rows that were read."""
         result = buffers.empty((rows.size, *self._index.row_shape), self._index.native)
 
         def take(piece: slice) -> None:
@@ -570,7 +553,6 @@ def _pick_from_blocks(
 def block_rows(index: DatasetIndex, block: int) -> range:
     """Return the numbers of the rows in one block, which is a row of chunks."""
     step = index.chunk[0]
-    # The last block may be short.
     return range(block * step, min((block + 1) * step, index.shape[0]))
 
 
@@ -578,12 +560,10 @@ def read_bytes(
     index: DatasetIndex, file: RawFile, rows: Rows, buffers: Buffers, parallel: Map
 ) -> Any:
     """Return unfiltered rows, in any order, in native byte order."""
-    # Nothing to read: do not touch the file.
     if index.row_bytes == 0 or rows.size == 0:
         return np.empty((rows.size, *index.row_shape), index.native)
     pieces = _gather(index, file, rows, buffers, parallel)
     pieces = pieces.view(index.dtype).reshape(-1, *index.chunk[1:])
-    # One chunk per row range: pieces are rows already.
     if index.chunk[1:] == index.row_shape:
         return pieces if index.is_native else pieces.astype(index.native)
     result = buffers.empty((rows.size, *index.row_shape), index.native)
@@ -597,16 +577,13 @@ def read_bytes(
 def _gather(
     index: DatasetIndex, file: RawFile, rows: Rows, buffers: Buffers, parallel: Map
 ) -> Any:
-    """Return the bytes of the rows, in the order of the chunks across a row."""
     size_bytes, step = index.chunk_row_bytes, index.chunk[0]
     # Several chunks side by side make up a row; `across` is how many.
     across = math.prod(index.grid[1:])
     chunks, inside = np.divmod(rows, step)
-    # Chunk column by chunk column, all rows of each: one large gather.
     numbers = (chunks * across + np.arange(across)[:, np.newaxis]).reshape(-1)
     starts = index.offsets[numbers]
     offsets = starts + np.tile(inside * size_bytes, across)
-    # Every chunk was written, so no offset is -1.
     if not index.fill:
         return file.gather(offsets, size_bytes, buffers, parallel)
     written = starts >= 0
@@ -661,10 +638,8 @@ def read_chunks(
     result = np.empty((len(rows), *index.row_shape), index.native)
     for number, (region, inside) in zip(numbers, _regions(index), strict=True):
         if index.offsets[number] < 0:
-            # Never written: HDF5 gives the fill value for it.
             result[region] = np.frombuffer(index.fill, index.dtype)[0]
         elif (chunk := _chunk(index, file, number)) is not None:
-            # The last block has fewer rows than its chunk.
             result[region] = chunk[: len(rows)][inside]
         else:
             result[region] = by_h5py((slice(rows.start, rows.stop), *region[1:]))
@@ -704,7 +679,6 @@ def read_by_h5py(dataset: h5py.Dataset, index: DatasetIndex, rows: Rows) -> Any:
     for first, last in itertools.pairwise([0, *gaps.tolist(), wanted.size]):
         if first < last:
             start, stop = int(wanted[first]), int(wanted[last - 1]) + 1
-            # Cut what was wanted out of the span.
             result[first:last] = dataset[start:stop][wanted[first:last] - start]
     return result[back]
 
@@ -729,7 +703,6 @@ def pick_rows(arrays: Sequence[Any], which: Rows, rows: Rows, buffers: Buffers) 
     if 0 < row_bytes <= _SHORT_BYTES and not first.dtype.hasobject:
         _pick_short(arrays, which, rows, result)
         return result
-    # Long rows: one indexed copy per array.
     for number, array in enumerate(arrays):
         here = np.flatnonzero(which == number)
         result[here] = array[rows[here]]
@@ -752,12 +725,10 @@ class _Memory:
 def _pick_short(arrays: Sequence[Any], which: Rows, rows: Rows, result: Any) -> None:
     """Copy the rows by their addresses, in one call for all arrays."""
     starts = np.array([a.__array_interface__["data"][0] for a in arrays], np.int64)
-    # One range of addresses that covers all arrays.
     stop = max(s + a.nbytes for s, a in zip(starts.tolist(), arrays, strict=True))
     start, row_bytes = int(starts.min()), arrays[0][:1].nbytes
     memory = np.asarray(_Memory(start, stop, row_bytes))
     items = result.reshape(-1).view(memory.dtype)
-    # Gathered in pieces that fit into the cache.
     addresses = starts[which] - start + rows * row_bytes
     step = _GATHER_BYTES // row_bytes
     for first in range(0, len(addresses), step):
@@ -813,7 +784,6 @@ class BlockCache:
         items = list(items)
         if self.threads == 1 or len(items) < 2:
             return map(fn, items)
-        # Threads are started at the first read that needs them.
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self.threads - 1, "mpidist-read")

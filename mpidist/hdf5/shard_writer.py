@@ -245,7 +245,6 @@ def common_fields(
 
 
 def _difference(fields: Sequence[tuple[FieldSpec, ...] | None]) -> str:
-    """Describe the first difference, by rank."""
     names = [str([c.name for c in specs]) if specs else "nothing" for specs in fields]
     if len({*names} - {"nothing"}) > 1:
         return f"the datasets are {group_by_rank(names)}"
@@ -327,7 +326,6 @@ class ShardWriter:
         self.rows += count
 
     def _widen(self, fields: Sequence[FieldSpec]) -> None:
-        """Rewrite the datasets whose text is wider from now on."""
         self._is_whole = False
         for i, field in enumerate(fields):
             before = self._datasets[i]
@@ -439,7 +437,6 @@ class _Dataset:
             self._write(file, piece)
 
     def finish(self, file: h5py.File) -> None:
-        """Write the buffered rows."""
         rows, self._buffered = self._buffered, 0
         if rows and self._hdf5 is None:
             self._hdf5 = self._create_small(file, rows)
@@ -476,7 +473,6 @@ class _Dataset:
         )
 
     def _create_small(self, file: h5py.File, rows: int) -> h5py.Dataset:
-        """Create a dataset of fewer rows than a chunk has."""
         field = self.field
         chunks = self._chunks(min(rows, self._chunk_rows)) if self._filters else None
         shape = (rows, *field.row_shape)
@@ -492,7 +488,6 @@ class _Dataset:
 
 
 def _forget(file: h5py.File, atomic: AtomicHdf5File) -> None:
-    """Discard the file of a writer that nobody has closed."""
     if atomic.is_pending():
         warn(f"{atomic.path}: the writer was not closed, and its rows are lost")
     _discard(file, atomic)

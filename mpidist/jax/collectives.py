@@ -53,7 +53,6 @@ class _Call(NamedTuple):
 
     @property
     def operation(self) -> str:
-        """The public name."""
         return f"mpidist.jax.{self.name}"
 
 
@@ -246,7 +245,6 @@ def _require_options(options: Any) -> None:
 
 
 def _bind(leaves: Sequence[Any], call: _Call) -> list[Any]:
-    """Add the collective to the computation that JAX traces."""
     if not leaves:
         return []
     if call.strategy.num_replicas_in_sync == 1:
@@ -365,7 +363,6 @@ def _batch(args: Any, dims: Any, *, call: _Call) -> tuple[list[Any], list[Any]]:
 
 
 def _ordered_effects() -> Any:
-    """Return the effects of an ordered callback."""
     like = jax.ShapeDtypeStruct((), np.float32)
     traced = jax.make_jaxpr(lambda x: io_callback(lambda a: a, like, x, ordered=True))
     return traced(like).effects

@@ -189,7 +189,6 @@ def mean_over_rows(
 
 
 def _plain(options: CommunicationOptions | None) -> CommunicationOptions | None:
-    """Return the options for numbers of rows: of the user's, the timeout alone."""
     seconds = None if options is None else options.timeout_seconds
     return None if seconds is None else CommunicationOptions(timeout_seconds=seconds)
 
@@ -230,14 +229,7 @@ def _communicates(
 
 
 class _Loss(NamedTuple):
-    """A loss, and how its replicas count.
-
-    Args:
-      fun, argnums, has_aux: see `value_and_grad`.
-      rows: of this replica; None where all replicas have the same weight.
-      options: of the collectives.
-      strategy: of the replicas.
-    """
+    """A loss, and how its replicas count."""
 
     fun: Callable[..., Any]
     argnums: int | Sequence[int]
@@ -247,7 +239,6 @@ class _Loss(NamedTuple):
     strategy: Strategy
 
     def differentiate(self, args: Any, kwargs: Any, weight: Any = None) -> Any:
-        """Return value and gradients of this replica, and auxiliary data."""
         fun = self.fun if weight is None else _weighted(self.fun, self.has_aux, weight)
         differentiated = jax.value_and_grad(fun, self.argnums, self.has_aux)
         value, gradients = differentiated(*args, **kwargs)
@@ -309,7 +300,6 @@ def _require_reduction(reduction: Any) -> None:
 
 
 def _weighted(fun: Callable[..., Any], has_aux: bool, weight: Any) -> Any:
-    """Return `fun` with its value times `weight`."""
 
     @functools.wraps(fun)
     def weighted(*args: Any, **kwargs: Any) -> Any:
@@ -322,7 +312,6 @@ def _weighted(fun: Callable[..., Any], has_aux: bool, weight: Any) -> Any:
 
 
 def _numbers(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
-    """Return numbers of arguments as a tuple."""
     if isinstance(value, int):
         return (value,)
     if not isinstance(value, (list, tuple)) or not all(
@@ -335,10 +324,7 @@ def _numbers(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def _count_rows(
-    call: str,
-    args: Sequence[Any],
-    numbers: Sequence[int],
-    batch: Sequence[int] | None,
+    call: str, args: Sequence[Any], numbers: Sequence[int], batch: Sequence[int] | None
 ) -> int | None:
     """Return the number of rows of this replica; None if no argument has rows.
 

@@ -278,7 +278,6 @@ class _Known(logging.Filter):
     """Drops JAX's log records of errors that `call_host` raises."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log a record."""
         error = record.exc_info[1] if record.exc_info else None
         return error is None or all(error is not known for known in _errors)
 

@@ -127,7 +127,6 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def _expand_ranges(ranges: str, text: str) -> list[str]:
-    """Return the numbers in ranges like "1-3,08", with leading zeros."""
     numbers: list[str] = []
     for word in ranges.split(","):
         first, _, last = word.partition("-")

@@ -240,7 +240,6 @@ _END = signal.SIGTERM, signal.SIGUSR1
 def _without_mpi(
     name: str, *, marks: tuple[str, ...], processes: Processes
 ) -> Launcher:
-    """Return a launcher whose processes are no MPI job."""
     return Launcher(name, False, marks, processes, None, None, _fits, ())
 
 
@@ -252,20 +251,14 @@ def _mpirun(
     refuses: Callable[[Environ, str], tuple[str, bool]],
     prefixes: tuple[str, ...],
 ) -> Launcher:
-    """Return a launcher of MPI jobs that is no batch system."""
     return Launcher(name, True, marks, processes, None, None, refuses, prefixes)
 
 
 def _batch_system(name: str, *, job: Job, prefixes: tuple[str, ...]) -> Launcher:
-    """Return a batch system that starts no ranks itself."""
     return Launcher(name, False, (), None, job, None, _fits, prefixes)
 
 
-TORCHRUN = _without_mpi(
-    "torchrun",
-    marks=("TORCHELASTIC_RUN_ID",),
-    processes=_OF_TORCH,
-)
+TORCHRUN = _without_mpi("torchrun", marks=("TORCHELASTIC_RUN_ID",), processes=_OF_TORCH)
 HOROVODRUN = _without_mpi(
     "horovodrun",
     marks=(),
@@ -642,7 +635,6 @@ def _right_command(environ: Environ, started: Started, library: str) -> str:
 
 
 def _script() -> str:
-    """Return the arguments of `python` in the command line of this program."""
     path = Path(sys.argv[0])
     if path.name == "mpidist":  # the console script
         return " ".join(["-m", "mpidist", *sys.argv[1:2]])

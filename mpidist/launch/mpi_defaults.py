@@ -51,7 +51,6 @@ if launchers.HYDRA.is_here(os.environ):
 
 
 def _limit_seconds() -> float:
-    """Return how long the start of MPI may take; math.inf for ever."""
     limit = hang_seconds(os.environ)
     # If a rank dies before MPI has started, the other ranks would wait for ever
     return min(limit, _START_SECONDS) if launchers.is_elastic(os.environ) else limit

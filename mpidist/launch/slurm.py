@@ -8,7 +8,6 @@ TensorFlow's resolver, and for servers that need an address for each rank.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 
 from mpidist.errors import ArgumentError, ArgumentTypeError, LaunchError
@@ -19,7 +18,6 @@ from mpidist.util.representation import one_line
 from mpidist.util.settings import decimal
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_RANK, _SIZE = STEP_OF_SLURM.rank, STEP_OF_SLURM.size
 
 
 class ClusterSpec(dict[str, list[str]]):
@@ -111,40 +109,32 @@ class SlurmClusterResolver:
         auto_set_gpu: bool = True,
         rpc_layer: str | None = "grpc",
     ):
-        self._rank = _number(_RANK)
+        self._rank = _number(STEP_OF_SLURM.rank)
         self._port_base = validation.integer("port_base", port_base, 0)
         hosts = _tasks_of_hosts(tasks_per_node)
         # By rank: its host, and its number there
         self._tasks = [(host, i) for host, n in hosts.items() for i in range(n)]
         count = len(self._tasks)
-        if jobs is None:
-            jobs = {"worker": _number(_SIZE)}
-        elif not isinstance(jobs, Mapping):
-            raise ArgumentTypeError(
-                f"jobs must be numbers of tasks by name, not {validation.shown(jobs)}"
-            )
+        jobs = {"worker": _number(STEP_OF_SLURM.size)} if jobs is None else jobs
         self._jobs = _numbers_of("jobs", jobs)
         if (asked := sum(self._jobs.values())) != count:
             raise LaunchError(f"jobs have {asked} tasks, but Slurm started {count}")
-        if not 0 <= self._rank < count:
+        if self._rank >= count:
             raise LaunchError(
-                f"{_RANK}={self._rank} is not one of the {count} tasks on {list(hosts)}"
+                f"{STEP_OF_SLURM.rank}={self._rank} is not one of the {count} tasks on "
+                f"{list(hosts)}"
             )
         self._gpus, self._gpus_per_task = _find_gpus(
             gpus_per_node, gpus_per_task, max(hosts.values())
         )
         self._sets_gpus = validation.switch("auto_set_gpu", auto_set_gpu)
+        self.environment = ""
         self.task_type: str | None = None
         self.task_id: int | None = None
         self.rpc_layer = rpc_layer
 
     def __repr__(self) -> str:
         return one_line(self, lambda: f"task {self._rank} of {self._jobs}")
-
-    @property
-    def environment(self) -> str:
-        """Always empty."""
-        return ""
 
     def cluster_spec(self) -> ClusterSpec:
         """Return each job's addresses, in the order of the ranks.
@@ -154,12 +144,11 @@ class SlurmClusterResolver:
         """
         addresses = [f"{host}:{self._port_base + i}" for host, i in self._tasks]
         spec, start = ClusterSpec(), 0
-        for job in sorted(self._jobs):
-            stop = start + self._jobs[job]
-            spec[job] = addresses[start:stop]
-            if start <= self._rank < stop:
+        for job, count in sorted(self._jobs.items()):
+            spec[job] = addresses[start : start + count]
+            if 0 <= self._rank - start < count:
                 self.task_type, self.task_id = job, self._rank - start
-            start = stop
+            start += count
         first = self._tasks[self._rank][1] * self._gpus_per_task
         mine = self._gpus[first : first + self._gpus_per_task]
         if self._sets_gpus and mine:
@@ -185,9 +174,8 @@ class SlurmClusterResolver:
         index = self.task_id if task_id is None else task_id
         if job is None or index is None:
             return ""
-        address = self.cluster_spec().task_address(job, index)
-        layer = rpc_layer or self.rpc_layer
-        return f"{layer}://{address}" if layer else address
+        layer = f"{layer}://" if (layer := rpc_layer or self.rpc_layer) else ""
+        return layer + self.cluster_spec().task_address(job, index)
 
     def num_accelerators(
         self,
@@ -224,7 +212,7 @@ def _find_gpus(
     """
     per_node = validation.optional_integer("gpus_per_node", per_node, 0)
     per_task = validation.optional_integer("gpus_per_task", per_task, 0)
-    visible = re.findall(r"[^,\s]+", os.environ.get(_VISIBLE, ""))
+    visible = os.environ.get(_VISIBLE, "").replace(",", " ").split()
     on_node = decimal(os.environ.get("SLURM_GPUS_ON_NODE", ""))
     on_node = len(visible) if on_node is None else on_node
     are_bound = 0 < len(visible) < on_node
@@ -236,11 +224,9 @@ def _find_gpus(
             f"{tasks} tasks on a node with {per_task} GPUs each need more than the "
             f"{per_node} that it has"
         )
-    if are_bound:
-        return [], per_task
-    if len(visible) != per_node:
-        visible = [str(i) for i in range(per_node)]
-    return visible, per_task
+    if not are_bound and len(visible) != per_node:
+        visible = list(map(str, range(per_node)))
+    return [] if are_bound else visible, per_task
 
 
 def _tasks_of_hosts(asked: int | Mapping[str, int] | None) -> dict[str, int]:
@@ -262,7 +248,11 @@ def _tasks_of_hosts(asked: int | Mapping[str, int] | None) -> dict[str, int]:
 
 
 def _numbers_of(argument: str, tasks: Mapping[str, int]) -> dict[str, int]:
-    """Return how many tasks each job or host has."""
+    if not isinstance(tasks, Mapping):
+        raise ArgumentTypeError(
+            f"{argument} must be numbers of tasks by name, not "
+            f"{validation.shown(tasks)}"
+        )
     return {
         name: validation.integer(f"{argument}[{name!r}]", count, 0)
         for name, count in tasks.items()
@@ -270,7 +260,6 @@ def _numbers_of(argument: str, tasks: Mapping[str, int]) -> dict[str, int]:
 
 
 def _variable(name: str) -> str:
-    """Return a variable of a job step; a LaunchError if it is not set."""
     if name not in os.environ:
         raise LaunchError(
             f"{name} is not set: this process was not started by Slurm's srun"

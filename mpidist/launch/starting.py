@@ -246,11 +246,7 @@ def _find_slots(
 
 
 def _find_mpirun(library: Library) -> Path:
-    """Return the mpirun of a library.
-
-    Raises:
-      LaunchError: no mpirun of this library is found.
-    """
+    """Return the mpirun of a library."""
     folders = [] if library.path is None else list(library.path.parents)[1:5]
     names = ["mpirun", "mpiexec"]
     if library.family == "Open MPI":
@@ -276,7 +272,6 @@ def _find_mpirun(library: Library) -> Path:
 
 
 def _output_of(*command: str) -> str:
-    """Return the output of a program; "" if it cannot be run."""
     try:
         ended = run_program(command, _SECONDS)
     except (OSError, subprocess.TimeoutExpired):
@@ -285,10 +280,6 @@ def _output_of(*command: str) -> str:
 
 
 def _count_cores(is_whole: bool) -> int:
-    """Return how many cores this process may use.
-
-    Args:
-      is_whole: whether hardware threads of one core count once, as Open MPI counts.
-    """
+    """Return how many cores this process may use."""
     cores = available_cores()
     return len(set(map(physical_core, cores)) if is_whole else cores)

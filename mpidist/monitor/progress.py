@@ -110,25 +110,20 @@ class _Shown:
 
     def __init__(self, total: int | None, unit: str, group: Any):
         self._total, self._unit = total, unit
-        self._replicas = 1 if group is None else group.num_replicas
-        self._counters: Counters = (
-            Counters() if group is None else group.consensus.recorder.counters
-        )
+        self._replicas, self._counters = 1, Counters()
+        if group is not None:
+            self._replicas = group.num_replicas
+            self._counters = group.consensus.recorder.counters
         self._count = self._rows = 0
-        self._begun = time.monotonic()
-        self._waited = self._counters.waiting
+        self._begun, self._waited = time.monotonic(), self._counters.waiting
         self._bar: Any = None
-        self._every = _LINE_SECONDS
         with contextlib.suppress(Exception):  # of a replaced stderr
-            if sys.stderr.isatty():
-                self._bar = _make_bar(total, unit)
-                if self._bar is not None:
-                    self._every = _BAR_SECONDS
+            self._bar = _make_bar(total, unit) if sys.stderr.isatty() else None
+        self._every = _LINE_SECONDS if self._bar is None else _BAR_SECONDS
         self._due = self._begun + self._every
-        self._has_shown = False
+        self._has_shown = self._bar is not None
 
     def add(self, item: Any) -> None:
-        """Count one more."""
         self._count += 1
         self._rows += _count_rows(item)
         if time.monotonic() >= self._due:
@@ -140,11 +135,11 @@ class _Shown:
         self._has_shown = True
         with contextlib.suppress(Exception):  # a full disk, a broken pipe
             took = max(now - self._begun, 1e-9)
-            if self._bar is not None:
-                self._bar.update(self._count - self._bar.n)
-                self._bar.set_postfix_str(", ".join(self._extras(took)))
+            if self._bar is None:
+                logs.write(self._line(took))
                 return
-            logs.write(self._line(took))
+            self._bar.update(self._count - self._bar.n)
+            self._bar.set_postfix_str(", ".join(self._extras(took)))
 
     def _extras(self, took: float) -> list[str]:
         """Return rows a second, and the share of waiting."""
@@ -152,8 +147,8 @@ class _Shown:
         if self._rows:
             found.append(f"{self._rows * self._replicas / took:,.0f} rows/s")
         if self._replicas > 1:
-            share = (self._counters.waiting - self._waited) / 1e9 / took
-            found.append(f"{share:.0%} waiting".replace("%", " %"))
+            waited = (self._counters.waiting - self._waited) / 1e9
+            found.append(f"{100 * waited / took:.0f} % waiting")
         return found
 
     def _line(self, took: float) -> str:
@@ -168,7 +163,7 @@ class _Shown:
 
     def close(self) -> None:
         """Show the end, if anything was shown."""
-        if self._bar is not None or self._has_shown:
+        if self._has_shown:
             self._show()
         if self._bar is not None:
             with contextlib.suppress(Exception):

@@ -168,7 +168,6 @@ def _findings(statuses: Sequence[Status], slow: int | None) -> list[str]:
 
 
 def _series(traces: Sequence[RankTrace]) -> dict[str, Any] | None:
-    """Return the parts of steps by step number, means over the ranks."""
     steps = [step for trace in traces for step in trace.steps()]
     rest = [step for step in steps if step.number > 1] or steps
     if not rest:
@@ -215,7 +214,6 @@ def scaling(statuses: Sequence[Status]) -> tuple[list[int], list[float], list[fl
 
 
 def _ranks(statuses: Sequence[Status], slow: int | None) -> dict[str, Any]:
-    """Return the parts of each rank, or of those that wait least."""
     rows = [
         {
             "rank": one["rank"],

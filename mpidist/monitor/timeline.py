@@ -72,7 +72,6 @@ def stride_at(size_bytes: int, most_bytes: int) -> int:
 
 
 def _script() -> str:
-    """Return the name of this program, "" if it has none (`python -c`)."""
     path = Path(sys.argv[0] if sys.argv else "")
     is_package = path.name == "__main__.py"  # python -m
     name = path.parent.name if is_package else path.name
@@ -272,7 +271,6 @@ class Timeline:
             file.write(json.dumps(found).encode())
 
     def _give_up(self, error: Exception) -> None:
-        """Continue without a timeline."""
         tracing.stop()
         file, self._file, self._buffer = self._file, None, None
         if file is not None:

@@ -455,7 +455,6 @@ def _is_event(event: Any) -> bool:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of compressed blocks, as far as they can be read."""
     rest = b""
     with open(open_regular(path), "rb") as file:
         inflate = zlib.decompressobj(_GZIP)

@@ -29,12 +29,7 @@ from mpidist.comm.consensus.signatures import END, call_site, exits
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.context import default_strategy, explain
 from mpidist.device.binding import current_gpu, use_gpu
-from mpidist.errors import (
-    CollectiveError,
-    DivergenceError,
-    MpidistError,
-    RemoteError,
-)
+from mpidist.errors import CollectiveError, DivergenceError, MpidistError, RemoteError
 from mpidist.launch.launchers import find_local_size
 from mpidist.launch.mpi_defaults import (
     abort_while_importing,
@@ -273,12 +268,7 @@ def _is_copy(error: BaseException) -> bool:
 
 
 def _report(text: str, is_others: bool) -> NoReturn:
-    """Report why the job ends, unless another rank does, and end it.
-
-    Args:
-      text: the reason.
-      is_others: whether another rank will report the same.
-    """
+    """Report why the job ends, unless another rank does, and end it."""
     if is_others:
         time.sleep(_GRACE_SECONDS)
     end = time.monotonic() + _OTHERS_SECONDS

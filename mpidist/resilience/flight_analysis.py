@@ -206,7 +206,6 @@ def _is_even(flights: Sequence[Flight]) -> bool:
 
 
 def _ends(flights: Sequence[Flight], numbers: Sequence[int]) -> Iterator[str]:
-    """Describe the positions of the ranks."""
     if not numbers:
         yield "no calls"
         return
@@ -225,7 +224,6 @@ def _ends(flights: Sequence[Flight], numbers: Sequence[int]) -> Iterator[str]:
 
 
 def _state(flight: Flight) -> str:
-    """Return the last call of a rank, and whether it ended."""
     last = max(flight.calls, default=None)
     if last is None:
         return "none"

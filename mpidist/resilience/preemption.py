@@ -304,7 +304,6 @@ class PreemptionCheckpointHandler:
         self._config.exit_fn()
 
     def _require_watcher(self) -> None:
-        """Raise on a rank whose watcher has failed for good."""
         if len(self._watcher_errors) == _MOST_ERRORS:
             raise self._watcher_errors[-1]
 

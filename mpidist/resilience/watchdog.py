@@ -234,7 +234,6 @@ def _left_text(consensus: Consensus, entry: Entry, reason: str) -> str:
 
 
 def _reason(consensus: Consensus) -> str:
-    """Return why this rank waits."""
     if consensus.by_threads:
         return missing_threads(consensus.by_threads)
     if missing := consensus.comparison.missing():

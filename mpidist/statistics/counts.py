@@ -140,11 +140,7 @@ class Histogram(CountStatistic):
 
 
 def _edges(bins: Any, range: tuple[float, float] | None) -> Any:
-    """Return the edges of all bins.
-
-    Raises:
-      ArgumentError: see `Histogram`.
-    """
+    """Return the edges of all bins."""
     if np.ndim(bins) == 0:
         if range is None:
             raise ArgumentError(

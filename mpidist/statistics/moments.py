@@ -204,7 +204,6 @@ class Moments(Statistic):
         return _kind_of(self._dtype, self._shape, self._weights is not None)
 
     def _every_sum(self) -> dict[str, ExactSums]:
-        """Return the sums by name."""
         made = {"sums": self._sums, "squares": self._squares}
         return made if self._weights is None else {**made, "weights": self._weights}
 
@@ -213,7 +212,6 @@ class Moments(Statistic):
         self._weights = sums.get("weights")
 
     def _like(self) -> Moments:
-        """Return an object with these settings, and no rows."""
         return Moments(self._ddof, self.distribute_strategy, skip_nan=self._skip_nan)
 
     def _shown_rows(self) -> str:
@@ -269,7 +267,6 @@ class Moments(Statistic):
         )
 
     def _counts(self) -> Any:
-        """Return the number of numbers in each place of a row."""
         return self._count - self._others[_NAN] * self._skip_nan
 
     def _weight(self, column: int) -> tuple[int, int]:
@@ -365,11 +362,7 @@ def _kind_of(dtype: Any, shape: tuple[int, ...], is_weighted: bool) -> str:
 
 
 def _weights_of(sample_weight: Any, rows: Any) -> Any:
-    """Return the weights of rows as float64.
-
-    Raises:
-      ArgumentError: see `Moments.update_state`.
-    """
+    """Return the weights of rows as float64."""
     weights = host_rows(sample_weight, "sample_weight").astype(np.float64)
     if weights.shape != rows.shape[:1]:
         raise ArgumentError(
@@ -387,7 +380,6 @@ def _weights_of(sample_weight: Any, rows: Any) -> Any:
 
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which minimum and maximum are stored."""
     return np.dtype(np.uint8) if dtype == np.bool_ else accumulator_dtype(dtype)
 
 
@@ -426,13 +418,7 @@ def describe(
 
 
 def _add(rows: Any, moments: Any, empty: Moments) -> Any:
-    """Return `Moments` with these rows, too, in the structure of the rows.
-
-    Args:
-      rows: of one batch.
-      moments: those of earlier rows, or None.
-      empty: has the settings.
-    """
+    """Return `Moments` with these rows, too, in the structure of the rows."""
     if isinstance(rows, Mapping):
         return {
             name: _add(part, moments and moments[name], empty)

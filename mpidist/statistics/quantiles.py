@@ -128,7 +128,6 @@ class Quantiles(Statistic):
         return found + first
 
     def _reach(self, first: int, end: int) -> None:
-        """Have counts of all bins from `first` to `end`."""
         length = self._counts.shape[1]
         if not length:
             self._first = first
@@ -171,7 +170,6 @@ class Quantiles(Statistic):
         return np.array(found).reshape((*wanted.shape, *(whole._shape or ())))[()]
 
     def _quantile(self, values: Any, up_to: Any, q: float) -> Any:
-        """Return the quantile in each place, given the result of `_describe`."""
         total = up_to[-1]
         rank = np.floor(q * np.maximum(total - 1, 0)).astype(np.int64)
         found = values[np.minimum((up_to <= rank).sum(axis=0), len(values) - 1)]
@@ -210,7 +208,6 @@ class Quantiles(Statistic):
         return [self._first, self._first + length] if length else [_NO_BINS, -_NO_BINS]
 
     def _like(self, shape: tuple[int, ...] | None) -> Quantiles:
-        """Return an object with these settings, and no numbers."""
         options: Any = {"axis": self._axis, "skip_nan": self._skip_nan}
         made = Quantiles(self._error, self.distribute_strategy, **options)
         made._begin(shape)
@@ -263,7 +260,6 @@ class Quantiles(Statistic):
 
 @functools.lru_cache(maxsize=4)
 def _edges(error: float) -> tuple[int, Any]:
-    """Return the number of the first bin, and the upper bounds of all bins."""
     unit = math.log2((1 + error) / (1 - error))
     first, last = math.floor(-1001 / unit), math.ceil(1001 / unit)
     return first, np.exp2(np.arange(first, last + 1) * unit)

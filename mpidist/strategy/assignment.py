@@ -164,7 +164,6 @@ def _parts(array: Any, k: int) -> Any:
 
 
 def _flat_indices(shape: tuple[int, ...], indices: Any, name: str) -> Any:
-    """Return `(...)` flat indices into the first k dimensions for `(..., k)`."""
     k = indices.shape[-1] if indices.ndim else 0
     if not 1 <= k <= len(shape):
         raise ArgumentError(

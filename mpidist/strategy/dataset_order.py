@@ -19,7 +19,6 @@ from mpidist.data.iter_dataset import IterDataset
 from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation, walk
 from mpidist.data.ordering import (
     Concatenate,
-    IterShuffle,
     Repeat,
     Shuffle,
     Window,
@@ -117,7 +116,6 @@ class DatasetOrder:
         return number, epoch.number
 
     def _last_batch(self) -> _Batch:
-        """Return the batch that rows are appended for."""
         before = self._batch
         if before is not None and before.iteration in self._last:  # it goes on
             return self._last[before.iteration]
@@ -228,7 +226,6 @@ class DatasetOrder:
         return with_wider_text(filled, fields)
 
     def _count_rows(self) -> int:
-        """Return how many rows the dataset has, if that is known; else 0."""
         batch = self._batch
         if batch is None or not self._numbers:
             return 0
@@ -335,7 +332,6 @@ class DatasetOrder:
         window: tuple[int, int],
         fields: Sequence[FieldSpec],
     ) -> dict[str, Any]:
-        """Return the rows of a window, by the name of their dataset."""
         start, stop = window
         numbers, *columns = received
         counts = np.bincount(numbers - start, minlength=stop - start)
@@ -375,7 +371,7 @@ class _UnknownRowsError(Exception):
 
 def _is_shuffled(dataset: MapDataset | IterDataset) -> bool:
     """Return whether a dataset has a shuffle somewhere."""
-    return any(isinstance(part, Shuffle | IterShuffle) for part in walk(dataset))
+    return any(isinstance(part, Shuffle) for part in walk(dataset))
 
 
 def _numbers_of_batch(

@@ -10,21 +10,13 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist.comm.consensus.public_calls import announce_errors
-from mpidist.comm.consensus.signatures import (
-    group_by_rank,
-    name_ranks,
-)
+from mpidist.comm.consensus.signatures import group_by_rank, name_ranks
 from mpidist.comm.cross_device_ops import CrossDeviceOps
 from mpidist.comm.device_info import GpuRequest
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.context import enter, get_strategy, require_cross_replica
 from mpidist.device import arrays
-from mpidist.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    ContextError,
-    MismatchError,
-)
+from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, MismatchError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.strategy.variables import Variable
 from mpidist.util import validation
@@ -188,7 +180,6 @@ class StrategyExtended(ReplicaGroup):
         return None if group else result
 
     def _own_copy(self, var: Any) -> Any:
-        """Return the first argument of the function that `update` calls."""
         if isinstance(var, Variable) and var.distribute_strategy is self.strategy:
             return var
         if isinstance(var, Mirrored):

@@ -10,7 +10,6 @@ import secrets
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 from mpidist.comm.consensus.consensus import Fields
@@ -268,12 +267,7 @@ class Hdf5Writer:
         self._extended.consensus.enter_scope()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         """Close the files, or remove them if any rank has an error. Collective."""
         try:
             self._extended.consensus.leave_scope("the end of Hdf5Writer's with", error)
@@ -285,7 +279,6 @@ class Hdf5Writer:
             self.close()
 
     def _create(self) -> None:
-        """Create this rank's file; check on rank 0 that the directory is shared."""
         extended = self._extended
 
         def create() -> str:
@@ -334,7 +327,6 @@ class Hdf5Writer:
         return _Part(*described, secrets.token_hex(16))
 
     def _rearrange(self, order: DatasetOrder, fields: Sequence[FieldSpec]) -> _Part:
-        """Replace this rank's file by one with the rows that come next in order."""
         assert self._shard is not None
         appended, self._shard = self._shard, self._new_shard()
         try:
@@ -347,7 +339,6 @@ class Hdf5Writer:
     def _write_index(
         self, parts: Sequence[_Part], fields: Sequence[FieldSpec], index: OutputPart
     ) -> None:
-        """Write the index under a temporary name."""
         shards = [(part.name, part.rows) for part in parts if part.rows]
         self._index = write_vds(self._path, fields, shards, index)
 
@@ -451,11 +442,7 @@ class Hdf5Writer:
                     path.unlink()
 
     def _require_free(self) -> list[_Found]:
-        """Return the files of this output that exist, which may go.
-
-        Raises:
-          ArgumentError: some may not.
-        """
+        """Return the files of this output that exist, which may go."""
         found = _find_output(self._path)
         kept = [each.path for each in found]
         if self._overwrite:
@@ -512,7 +499,6 @@ def _check_path(path: str | os.PathLike[str]) -> Path:
 
 
 def _require_visible(directory: Path, names: Sequence[str]) -> None:
-    """Raise unless this rank sees the files of all ranks in the directory."""
     for rank, name in enumerate(names):
         if not wait_for_file(directory / name, _VISIBLE_SECONDS):
             raise DataError(
@@ -522,7 +508,6 @@ def _require_visible(directory: Path, names: Sequence[str]) -> None:
 
 
 def _shard_path(index: Path, rank: int, size: int) -> Path:
-    """Return the path of one rank's file beside an index."""
     return index.with_name(shard_name(index.stem, rank, size, index.suffix))
 
 
@@ -544,7 +529,6 @@ class _Found(NamedTuple):
 
 
 def _find_output(index: Path) -> list[_Found]:
-    """Return the existing index and shards, for any number of ranks."""
     pattern = re.compile(
         re.escape(index.stem) + SHARD_PATTERN + re.escape(index.suffix)
     )
@@ -580,7 +564,6 @@ def _part_of(path: Path) -> OutputPart | None:
 
 
 def _require_unused(index: Path, found: Sequence[_Found]) -> None:
-    """Raise an ArgumentError if an index of another name needs shards that may go."""
     outputs = {each.output for each in found if each.output}
     known = {each.path.name for each in found}
     for name in sorted(os.listdir(index.parent)) if outputs else ():

@@ -198,7 +198,6 @@ class Strategy:
     def _call_replica(
         self, fn: Callable[..., Any], args: Any, kwargs: Any, options: Any
     ) -> Any:
-        """Call `fn` in replica context, with this replica's components."""
         if not callable(fn) or options is not None:
             validation.function("fn", fn)
             validation.instance("options", options, RunOptions)

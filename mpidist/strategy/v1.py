@@ -389,7 +389,6 @@ class InputIterator:
 def _make(
     input_fn: Callable[[InputContext], Any], where: InputContext, call: str
 ) -> tuple[Dataset, InputOptions]:
-    """Return the result of `input_fn` as a dataset, and how to read it."""
     made = validation.function("input_fn", input_fn)(where)
     if callable(made) and not inspect.isgeneratorfunction(made):
         batches = _Calls(input_fn, where, made)

@@ -574,7 +574,6 @@ class Variable(ArrayView, DistributedValues):
         return new
 
     def _convert(self, value: Any) -> Any:
-        """Return `value` as an array of the variable's dtype, on its device."""
         local = self._values[0]
         if type(value) is type(local) is np.ndarray and value.dtype is local.dtype:
             return value
@@ -642,7 +641,6 @@ class Variable(ArrayView, DistributedValues):
         return self._is_on_read
 
     def _array(self) -> Any:
-        """Return the value that a read gives in the current context."""
         if not self._is_on_read:
             return self._values[0]
         frame = context.current()
@@ -791,18 +789,11 @@ def _read(value: Any) -> Any:
 
 
 def _copy_of_new(old: Any, new: Any) -> Any:
-    """Return a copy of the new value; the `apply` of `assign`."""
     return new.copy()
 
 
 def _signature(call: str, value: Any, part: Any = None) -> CallSignature:
-    """Return what ranks compare where all pass equal arrays: checksums of all bytes.
-
-    Args:
-      call: the operation.
-      value: a nest of arrays.
-      part: of the variable, which must be equal, too.
-    """
+    """Return what ranks compare where all pass equal arrays: checksums of all bytes."""
     leaves, spec = nest.flatten(value)
     options = () if part is None else (("part", part),)
     described = [
@@ -924,7 +915,6 @@ def _put(name: str, root: Any, view: Any, old: Any, value: Any) -> Any:
 
 
 def _assign_number(self: Any, value: Any, name: str | None = None) -> Variable:
-    """Replace this element of the variable; see `Variable.assign`."""
     root, key = self.source
     key = key if isinstance(key, tuple) else (key,)
     index = (*map(operator.index, key), ...)

@@ -55,7 +55,6 @@ def _fail(command: str, error: object, status: int) -> int:
 
 
 def _program_name() -> str:
-    """Return how the command was called."""
     is_script = Path(sys.argv[0]).name == "mpidist"
     return "mpidist" if is_script else "python -m mpidist"
 
@@ -81,8 +80,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 class _PrintCompletion(argparse.Action):
-    """Print the completion script of a shell, and exit."""
-
     def __call__(
         self,
         parser: argparse.ArgumentParser,
@@ -127,7 +124,6 @@ def _add_command(
 
 
 def _of_files(action: argparse.Action) -> None:
-    """Make shells complete an argument with file names."""
     # As shtab's FILE, for which it need not be there
     files = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
     action.complete = files  # type: ignore[attr-defined]  # as shtab has it
@@ -147,7 +143,6 @@ def _seconds(text: str) -> float:
 
 
 def _integer(least: int, most: int = _LARGEST) -> Callable[[str], int]:
-    """Return a function that returns an integer between two bounds."""
 
     def integer(text: str) -> int:
         number = int(text)

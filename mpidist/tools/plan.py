@@ -236,7 +236,6 @@ class _Share:
 
     @property
     def rows(self) -> int:
-        """The rows of this rank in an epoch."""
         return self.first * max(0, self.steps - 1) + self.last
 
     def kept_bytes(self) -> int:
@@ -248,7 +247,6 @@ class _Share:
         return min(limit, self.source.decoded_bytes)
 
     def _stripes(self, mixed: ChunkShuffle) -> set[int]:
-        """Return the stripes that the slices of all batches are in."""
         turn, size = mixed.turn, self.pipeline.batch_size
         batch = self.pipeline.positions(_EPOCH, 0, self.part)
         if len(batch) >= math.gcd(turn, size):  # slices begin in all of these places
@@ -261,7 +259,6 @@ class _Share:
 
 
 def _shares(dataset: Dataset, policy: AutoShardPolicy, ranks: int) -> list[_Share]:
-    """Return each rank's share of a dataset over `DryRows`."""
     shares = []
     # With OFF all ranks get the same rows
     for rank in range(1 if policy is AutoShardPolicy.OFF else ranks):
@@ -386,7 +383,6 @@ def _groups(shares: Sequence[_Share]) -> list[RankGroup]:
 
 
 def _dataset_plan(indexes: Sequence[DatasetIndex]) -> DatasetPlan:
-    """Return the plan of a dataset, from its index in each file."""
     layouts = collections.Counter(map(_layout, indexes))
     first, stored_bytes = indexes[0], sum(map(_stored_bytes, indexes))
     return DatasetPlan(
@@ -417,8 +413,8 @@ def _order(request: Request, mixed: ChunkShuffle | None) -> str:
 
 
 def _on_ranks(plan: Plan) -> Iterator[str]:
-    """Yield notes on ranks that get fewer rows than others."""
     batch, ranks, groups = plan.request.batch, plan.request.ranks, plan.groups
+    policy = plan.request.policy
     if plan.steps == 0:
         rows = f"{plan.rows:,} rows make no batch of {batch:,}"
         yield f"there is no step: {rows if plan.rows else 'there are no rows'}"
@@ -427,7 +423,7 @@ def _on_ranks(plan: Plan) -> Iterator[str]:
         sizes = [part.stop - part.start for part in parts]
         shown = ", ".join(map(str, sizes)) if ranks <= _MOST_LISTED else _span(sizes)
         text = f"{ranks:,} ranks {shown} rows"
-        if plan.request.policy != "data":
+        if policy != "data":
             text = f"each rank {sizes[0]:,} rows, {sizes[0] * ranks:,} in total"
         advice = " or ".join(f"{size:,}" for size in even_sizes(batch, ranks))
         yield f"batch {batch:,} gives {text}; use {advice}"
@@ -435,41 +431,39 @@ def _on_ranks(plan: Plan) -> Iterator[str]:
     if plan.steps and never:
         yield f"there are no rows at all for {counted(never, 'rank')}"
     at_end = sum(g.count for g in groups if g.rows and not g.rows_in_last_step)
-    if at_end and plan.request.policy == "data":
-        rows = f"{plan.rows_in_last_step:,} rows leave none for"
-        what = f"the last step's {rows} {counted(at_end, 'rank')}"
-        yield f"{what}; --drop-remainder omits that step"
-    if plan.request.policy == "file" and plan.imbalance > _UNEVEN:
-        cause = f"the files have {plan.fewest_rows:,} to {plan.most_rows:,} rows"
-        if plan.files % ranks:
-            cause += f", and {plan.files:,} do not divide by {ranks:,} ranks"
-        more = f"one rank has {plan.imbalance:.1%} more rows than the mean"
-        yield f"{cause}: {more}; --policy data divides every batch evenly"
+    if at_end and policy == "data":
+        yield (
+            f"the last step's {plan.rows_in_last_step:,} rows leave none for "
+            f"{counted(at_end, 'rank')}; --drop-remainder omits that step"
+        )
+    if policy == "file" and plan.imbalance > _UNEVEN:
+        cause = f", and {plan.files:,} do not divide by {ranks:,} ranks"
+        yield (
+            f"the files have {plan.fewest_rows:,} to {plan.most_rows:,} rows"
+            f"{cause if plan.files % ranks else ''}: one rank has {plan.imbalance:.1%} "
+            "more rows than the mean; --policy data divides every batch evenly"
+        )
 
 
 def _on_files(
     plan: Plan, others: Sequence[str], decoded: Sequence[DatasetIndex]
 ) -> Iterator[str]:
-    """Yield notes on datasets that are not read, and on large and small chunks."""
     if others:
         more = ", ..." if len(others) > _MOST_LISTED else ""
         names = ", ".join(others[:_MOST_LISTED])
         yield f"not read, because --datasets does not name them: {names}{more}"
     chunks = collections.Counter[tuple[str, int, int, int]]()
     for index in decoded:
-        rows, chunk_bytes = (
-            index.chunk[0],
-            index.dtype.itemsize * math.prod(index.chunk),
-        )
-        kind = index.name, rows, rows * index.row_bytes, chunk_bytes
+        rows, size = index.chunk[0], index.dtype.itemsize * math.prod(index.chunk)
+        kind = index.name, rows, rows * index.row_bytes, size
         chunks[kind] += math.prod(index.grid)
-    for (name, rows, block_bytes, chunk_bytes), count in chunks.items():
-        if block_bytes > _HUGE_BYTES:
-            what = f"reading one row decodes {rows:,} rows ({as_text(block_bytes)})"
-            yield f"{name}: {what}; chunks of 1 MiB are better"
-        if chunk_bytes < _TINY_BYTES and count > _MANY_CHUNKS:
-            what = f"{count:,} chunks have only {as_text(chunk_bytes)} each"
-            yield f"{name}: {what}; chunks of 1 MiB are better"
+    for (name, rows, block_bytes, size), count in chunks.items():
+        decodes = f"reading one row decodes {rows:,} rows ({as_text(block_bytes)})"
+        have = f"{count:,} chunks have only {as_text(size)} each"
+        is_tiny = size < _TINY_BYTES and count > _MANY_CHUNKS
+        for what, holds in ((decodes, block_bytes > _HUGE_BYTES), (have, is_tiny)):
+            if holds:
+                yield f"{name}: {what}; chunks of 1 MiB are better"
 
 
 def _on_decoding(

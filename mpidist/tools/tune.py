@@ -106,7 +106,6 @@ def tune(
 def _each(
     timings: Mapping[str, Mapping[str, Sequence[Timing]]], name: str
 ) -> dict[str, dict[str, list[float]]]:
-    """Return one number of each timing."""
     return {
         method: {key: [getattr(t, name) for t in times] for key, times in of.items()}
         for method, of in timings.items()

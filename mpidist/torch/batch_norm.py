@@ -35,8 +35,6 @@ def find_strategy(strategy: Any) -> Strategy:
 
 
 class _Ranks:
-    """The ranks of a layer; copies of the layer share them."""
-
     def __init__(self, strategy: Strategy):
         self.strategy = strategy
 

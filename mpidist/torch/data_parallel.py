@@ -255,7 +255,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         return weights.replace_tensors(output, dict(zip(entering, new)))
 
     def _require_known(self, verb: str, nest: Any) -> None:
-        """Raise for tensors whose gradients could not be weighed, unless all are 1."""
         if self._weight == 1:
             return
         found = weights.escaping(nest, is_output=verb == "returns")
@@ -461,7 +460,6 @@ def _check_layer(name: str, layer: Any, device: str) -> None:
 
 
 def _state(module: torch.nn.Module) -> dict[str, Any]:
-    """Return parameters and buffers by name, but those that PyTorch's class ignores."""
     ignored = compat.ignored_names(module)
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {name: tensor for name, tensor in state.items() if name not in ignored}
@@ -492,6 +490,5 @@ def _describe(module: torch.nn.Module, settings: dict[str, Any]) -> CallSignatur
 
 
 def _shortened(names: str) -> str:
-    """Return names for a message, which differ if the names differ."""
     checksum = zlib.crc32(names.encode())
     return names if len(names) < 200 else f"{names[:200]} ... ({checksum:08x})"

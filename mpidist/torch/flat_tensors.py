@@ -175,7 +175,6 @@ def output_of(tensor: Any) -> FlatTensor:
 
 
 def _may_overlap(tensor: Any) -> bool:
-    """Return whether elements of a tensor may have the same address."""
     reach = 0  # of the dimensions with smaller strides
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
         if size > 1 and stride <= reach:
@@ -196,7 +195,6 @@ def concatenate(tensors: Any) -> FlatTensor:
 
 @functools.lru_cache
 def _numpy_of(dtype: Any) -> Any:
-    """Return NumPy's dtype, or that of ml_dtypes, for a dtype of PyTorch."""
     if dtype is torch.bfloat16:
         return dtype_of("bfloat16")
     try:

@@ -233,7 +233,6 @@ class Operations:
         total.array[...] = op.finish(sums, self._size)
 
     def _pick(self) -> Any:
-        """Return the transport of arrays on the CPU."""
         return self._transports.pick(_AUTO, False, False)
 
     def broadcast(self, tensors: Sequence[Any], opts: Any = None) -> Any:
@@ -619,7 +618,6 @@ def _listed(tensors: Any) -> list[Any]:
 
 
 def _root_of(opts: Any) -> int:
-    """Return the root of options, or a root itself."""
     root: int = 0 if opts is None else getattr(opts, "rootRank", opts)
     return root
 
@@ -636,7 +634,6 @@ def _spread(received: Any, targets: list[FlatTensor]) -> None:
 def _split(
     name: str, tensor: Any, sizes: Sequence[int] | None, ranks: int
 ) -> list[int]:
-    """Return how many elements of a tensor each rank sends or gets."""
     rows = tensor.shape[0] if tensor.dim() else 0
     per_row = tensor.numel() // rows if rows else 0
     if not sizes:
@@ -696,7 +693,6 @@ def init_process_group(
 
 @contextlib.contextmanager
 def _next_world(comm: MPI.Intracomm) -> Iterator[None]:
-    """Make a process group of these ranks in the block."""
     _next_worlds.append(comm)
     try:
         yield

@@ -45,10 +45,7 @@ class Pass:
     """
 
     def __init__(
-        self,
-        find_weight: Callable[[Pass], float],
-        is_synced: bool,
-        rows: float | None,
+        self, find_weight: Callable[[Pass], float], is_synced: bool, rows: float | None
     ):
         self._find_weight = find_weight
         self.is_synced, self.rows = is_synced, rows
@@ -259,7 +256,6 @@ def escaping(nest: Any, is_output: bool) -> Any:
 
 
 def _opaque(nest: Any) -> Iterator[Any]:
-    """Yield the leaves of a nest that are no tensors, numbers or texts."""
     if isinstance(nest, _KNOWN):
         return
     if isinstance(nest, list | tuple | Mapping) or dataclasses.is_dataclass(nest):
@@ -270,7 +266,6 @@ def _opaque(nest: Any) -> Iterator[Any]:
 
 
 def _has_gradients(leaf: Any) -> bool:
-    """Return whether an object refers to a tensor that has a gradient."""
     waiting, seen = [leaf], {id(leaf)}
     while waiting and len(seen) < _MOST_OBJECTS:
         for part in gc.get_referents(waiting.pop()):

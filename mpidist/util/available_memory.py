@@ -106,7 +106,6 @@ def _memory_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
 
 
 def _free_in(folder: Path, limit: str, used: str, prefix: str) -> int:
-    """Return a control group's limit minus its memory in use, cached files excluded."""
     limit_bytes = int((folder / limit).read_text())
     used_bytes = int((folder / used).read_text())
     cached = _read_table(folder / "memory.stat")
@@ -115,6 +114,5 @@ def _free_in(folder: Path, limit: str, used: str, prefix: str) -> int:
 
 
 def _read_table(path: Path) -> dict[str, int]:
-    """Return the numbers of a file with lines like `name: 12 kB`, by name."""
     rows = (line.split() for line in path.read_text().splitlines())
     return {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) > 1}

@@ -37,7 +37,6 @@ class _Buffer:
         self.size = memory.size
 
     def lend(self, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
-        """Return the memory as an array of one dimension."""
         array = np.frombuffer(self.memory, dtype, count)
         self.lent = weakref.ref(array)
         return array
@@ -58,7 +57,6 @@ class Buffers:
         self._start()
 
     def _start(self) -> None:
-        """Start without memory."""
         self._owner = os.getpid()
         self._buffers: list[_Buffer] = []
         self._allocate: Allocate | None = None
@@ -99,7 +97,6 @@ class Buffers:
         self._buffers = []
 
     def _find(self, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any] | None:
-        """Return an array in a free buffer of about this size, if there is one."""
         size_bytes = count * dtype.itemsize
         self._is_searching = True
         try:

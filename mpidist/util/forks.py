@@ -58,7 +58,6 @@ def call_in_child(fn: Callable[[], None]) -> None:
 
 
 def _begin() -> None:
-    """Set up a forked process."""
     global _is_forked, _last_error
     if MPI.Is_initialized() and not MPI.Is_finalized() and not _is_forked:
         _is_forked = True

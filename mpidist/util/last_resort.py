@@ -28,7 +28,6 @@ class _Spare:
         self.restore()
 
     def restore(self) -> None:
-        """Reserve it again, if there is memory."""
         if self.memory is None:
             with contextlib.suppress(OSError, MemoryError):
                 self.memory = mmap.mmap(-1, _SPARE_BYTES)

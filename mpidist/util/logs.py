@@ -189,7 +189,6 @@ def rank_and_host() -> str:
 
 
 def _handler() -> RankHandler | None:
-    """Return the handler that `start` has installed."""
     handlers = logging.getLogger(_ROOT).handlers
     return next((h for h in handlers if isinstance(h, RankHandler)), None)
 

@@ -57,7 +57,6 @@ def parse_mounts(table: bytes) -> list[Mount]:
 
 
 def _unescape(text: bytes) -> str:
-    """Decode a field: spaces and the like are written as a backslash and 3 digits."""
     octal = rb"\\([0-3][0-7]{2})"
     return os.fsdecode(re.sub(octal, lambda m: bytes([int(m[1], 8)]), text))
 

@@ -335,7 +335,6 @@ def unknown_names(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _nearest(name: str) -> str:
-    """Return the name of the setting that is most similar to `name`."""
     words = {known.removeprefix(PREFIX): known for known in _NAMES}
     word = name.removeprefix(PREFIX).upper()
     return words[difflib.get_close_matches(word, words, 1, 0)[0]]

@@ -81,7 +81,6 @@ class _Calls:
         self._failures: dict[int, BaseException] = {}
 
     def work(self) -> None:
-        """Make calls until none is left or one has failed."""
         while (i := self._take()) is not None:
             assert self._fn is not None
             try:
@@ -139,7 +138,6 @@ def _submit_next(
     source: Iterator[Any],
     ahead: collections.deque[Future[Any]],
 ) -> bool:
-    """Submit the call for the next item; return whether there may be more items."""
     try:
         item = next(source)
     except StopIteration:

@@ -39,7 +39,6 @@ def fold(error: BaseException) -> None:
 
 
 def _later(first: TracebackType, is_meant: bool) -> list[TracebackType]:
-    """Return the entries to keep after `first`, which is kept."""
     entries = []
     trace = first.tb_next
     while trace is not None:

@@ -36,11 +36,7 @@ def shown(value: Any) -> str:
 
 
 def integer(
-    name: str,
-    value: Any,
-    least: int | None = None,
-    also: str = "",
-    most: int = LARGEST,
+    name: str, value: Any, least: int | None = None, also: str = "", most: int = LARGEST
 ) -> int:
     """Return an integer of Python or NumPy as an int; a bool is refused.
 

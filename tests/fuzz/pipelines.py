@@ -129,7 +129,7 @@ def key_of(element):
     if isinstance(element, tuple):
         return key_of(element[0])
     if isinstance(element, Number):
-        return element.n
+        return element.n % SHIFT
     number = element["id"] if isinstance(element, dict) else element
     return int(number) % SHIFT
 

@@ -13,11 +13,7 @@ import numpy as np
 
 from mpidist.comm.collectives.arguments import deadline_of
 from mpidist.comm.collectives.plans import State
-from mpidist.comm.consensus.comparison import (
-    ALIGNMENT_BYTES,
-    Pages,
-    PayloadComparison,
-)
+from mpidist.comm.consensus.comparison import ALIGNMENT_BYTES, Pages, PayloadComparison
 from mpidist.comm.consensus.consensus import Call
 from mpidist.options import CommunicationImplementation, CommunicationOptions
 from mpidist.util.available_memory import round_up
@@ -49,18 +45,13 @@ class Reader:
 
     def next(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return the next array: a view, valid until the next exchange."""
-        # A view into the page: no copy until the caller makes one.
         array = np.ndarray(shape, dtype, self._page, self._offset)
         self._offset += round_up(array.nbytes, ALIGNMENT_BYTES)
         return array
 
 
 def plan_counts(
-    state: State,
-    call: Call,
-    counts: int,
-    options: CommunicationOptions,
-    carries: bool,
+    state: State, call: Call, counts: int, options: CommunicationOptions, carries: bool
 ) -> CountPlan:
     """Return a plan. Not collective.
 
@@ -80,7 +71,6 @@ def plan_counts(
         if carries and rest > 0:
             most_bytes = rest
             kinds.append((np.dtype(np.uint8), (rest,)))
-        # Too many counts for a page: they go by MPI, see `_gather`.
         if rest >= 0:
             pages = comparison.pages(kinds)
     return CountPlan(call, pages, most_bytes, options)

@@ -196,7 +196,6 @@ def _read_rows(
     everyone: Sequence[Sequence[int]],
     pages: Sequence[Any],
 ) -> list[Any]:
-    """Return this rank's rows of arrays that travelled with the counts."""
     rank, ranks = state.consensus.rank, state.consensus.size
     received, readers = [], list(map(Reader, pages))
     for j, (rows, _) in enumerate(pieces):
@@ -249,24 +248,12 @@ def reduce_scatter(
         if fits(state, op, inputs, wanted):
             packed = plan_reduction(state, call, op, wanted, structure, inputs)
         plan = ExchangePlan(
-            call,
-            wanted,
-            structure,
-            axes,
-            divided,
-            op=op,
-            out=out,
-            packed=packed,
+            call, wanted, structure, axes, divided, op=op, out=out, packed=packed
         )
         return plan, leaves, inputs
 
     return state.plans.run(
-        operation,
-        detail,
-        value,
-        kind_of,
-        make,
-        functools.partial(_reduce, state),
+        operation, detail, value, kind_of, make, functools.partial(_reduce, state)
     )
 
 
@@ -326,7 +313,6 @@ def _reduce(state: State, plan: ExchangePlan, inputs: Sequence[Any]) -> list[Any
 
 
 def _divide(state: State, rows: int, lengths: Any) -> list[int]:
-    """Return how many rows each rank gets: by default the same, or almost."""
     ranks = state.consensus.size
     if lengths is None:
         slices = [BatchShare(ranks, rank).of(rows) for rank in range(ranks)]
@@ -381,7 +367,6 @@ def _receive(
     """
     rank = state.consensus.rank
     for piece, lengths, place in zip(pieces, everyone, places, strict=True):
-        # MPI counts elements of the flattened rows.
         width = math.prod(piece.rows.shape[1:])
         size = _largest(piece, lengths)
         if state.consensus.size == 1:
@@ -412,7 +397,6 @@ def _move(
             send, counts_to, receive, counts_from, deadline, is_large=is_large
         )
         return
-    # By way of the host
     host = np.empty(receive.shape, receive.dtype)
     transport = state.transports.with_alltoallv(is_device=False)
     assert transport is not None
@@ -423,13 +407,11 @@ def _move(
 
 
 def _rows_first(array: Any, axis: int) -> Any:
-    """Return an array with one axis in front, contiguous and aligned."""
     moved = arrays.namespace(array).moveaxis(array, axis, 0)
     return arithmetic.contiguous(moved, array.dtype)
 
 
 def _axis_back(rows: Any, axis: int) -> Any:
-    """Return an array with its first axis moved back, contiguous."""
     xp = arrays.namespace(rows)
     return xp.ascontiguousarray(xp.moveaxis(rows, 0, axis))
 

@@ -160,7 +160,6 @@ def execute_gather(state: State, plan: GatherPlan, inputs: Sequence[Any]) -> lis
     lengths = [a.shape[i] for a, i in zip(inputs, plan.axes)]
     with plan.counts.call:
         everyone, pages = exchange_counts(state, plan.counts, lengths, inputs)
-        # Arrays were too large to travel: only lengths are known so far.
         if pages is None:
             return _gather(state, plan, inputs, np.array(everyone, np.int64))
         return with_spare(_read, plan, inputs, everyone, pages)
@@ -172,7 +171,6 @@ def _read(
     everyone: Sequence[Sequence[int]],
     pages: Sequence[Any],
 ) -> list[Any]:
-    """Return what has travelled with the lengths, cut out of each rank's page."""
     results, readers = [], list(map(Reader, pages))
     for j, (array, axis) in enumerate(zip(inputs, plan.axes)):
         before, behind = array.shape[:axis], array.shape[axis + 1 :]
@@ -188,14 +186,7 @@ def _read(
 def _gather(
     state: State, plan: GatherPlan, inputs: Sequence[Any], lengths: Any
 ) -> list[Any]:
-    """Like `execute`, for arrays that were not sent with the comparison.
-
-    Args:
-      state: of the strategy.
-      plan: of the call.
-      inputs: this rank's arrays.
-      lengths: of each array on each rank, by rank.
-    """
+    """Like `execute`, for arrays that were not sent with the comparison."""
     axes, options = plan.axes, plan.counts.options
     deadline = deadline_of(options)
     # Packs must be the same on all ranks, so sizes are those of the results
@@ -241,16 +232,7 @@ def _reserve(
     sizes: Sequence[int],
     options: CommunicationOptions,
 ) -> list[_Pack]:
-    """Allocate memory for gathers. Not collective.
-
-    Args:
-      state: of the strategy.
-      inputs: the arrays.
-      axes: of each array.
-      shapes: of the results.
-      sizes: of the results, in bytes.
-      options: see `CommunicationOptions`.
-    """
+    """Allocate memory for gathers. Not collective."""
     packs, rest = [], []
     counts = list(map(math.prod, shapes))
     for j, (value, axis) in enumerate(zip(inputs, axes, strict=True)):
@@ -287,7 +269,6 @@ def _transport(state: State, array: Any, options: CommunicationOptions) -> Trans
 
 
 def _can_place(state: State, value: Any, options: CommunicationOptions) -> bool:
-    """Return whether ranks can write parts directly into the result."""
     in_node = state.transports.intra_node
     # Only ranks that share all memory can write into each other's columns.
     if in_node is None or not in_node.shares_memory or is_direct(options):
@@ -304,10 +285,8 @@ def _place(
     lengths: Any,
     deadline: float | None,
 ) -> None:
-    """Gather an array whose parts are written in place."""
     received = pack.received
     outer = _outer(value, axis)
-    # Elements of one row, which lie together.
     inner = math.prod(value.shape[axis + 1 :])
     in_node = state.transports.intra_node
     assert in_node is not None
@@ -334,10 +313,8 @@ def _gather_pack(
     `lengths[r, j]` is the length of rank r's array j along `axes[j]`.
     """
     widths = [math.prod(packing.without(v.shape, (i,))) for v, i in zip(values, axes)]
-    # By rank: how many elements of the pack it contributes.
     counts = (lengths * widths).sum(axis=1).tolist()
     send, received = pack.send, pack.received
-    # One rank: no communication.
     if len(counts) == 1:
         received[...] = send.reshape(-1)
     else:
@@ -345,7 +322,6 @@ def _gather_pack(
         transport.allgatherv(send, received, counts, deadline)
     if not pack.results:
         return  # already in the order of the result
-    # Rank by rank, and within a rank array by array: find where each part begins.
     starts = np.cumsum([0, *counts[:-1]])
     offsets = starts[:, None] + np.cumsum(lengths * widths, axis=1)
     offsets = offsets - lengths * widths

@@ -69,7 +69,6 @@ def gather_objects(state: State, operation: str, value: Any) -> list[Any]:
     def prepare() -> list[Any]:
         text, inputs = _encode(state, value)
         header = text.encode()
-        # Everything as bytes: one gather for the text and all arrays of the object.
         parts = [arrays.to_host(a).tobytes() for a in inputs]
         payload = np.frombuffer(b"".join([header, *parts]), np.uint8)
         # The sizes are gathered as a second array, since payloads differ in length.
@@ -91,7 +90,6 @@ def gather_objects(state: State, operation: str, value: Any) -> list[Any]:
 
 
 def _encode(state: State, value: Any) -> tuple[str, list[Any]]:
-    """Return JSON text, and the arrays in a value."""
     inputs: list[Any] = []
 
     def take(leaf: Any, name: str) -> Any:
@@ -107,7 +105,6 @@ def _encode(state: State, value: Any) -> tuple[str, list[Any]]:
             raise ArgumentTypeError(f"{error}; {_TAKEN}") from None
         if arrays.is_device_array(array):
             state.transports.require_reachable(array, name)
-        # Contiguous copies, because bytes are sent.
         inputs.append(arithmetic.contiguous(array, array.dtype))
         kind = "scalar" if isinstance(leaf, np.generic) else "array"
         kind = "GPU" if arrays.is_device_array(array) else kind
@@ -123,7 +120,6 @@ def _broadcast_text(state: State, text: str, root: int) -> str:
     assert transport is not None
     data = np.frombuffer(text.encode(), np.uint8).copy()
     size = np.array([data.size])
-    # The root's size first, so that the others can make room.
     transport.broadcast(size, root, None)
     if root != state.consensus.rank:
         data = np.empty(int(size[0]), np.uint8)
@@ -133,14 +129,12 @@ def _broadcast_text(state: State, text: str, root: int) -> str:
 
 
 def _empty(state: State, kind: Any) -> Any:
-    """Return memory for an array described by `_encode`."""
     where, text, shape = kind
     made = np.empty(shape, dtype_of(text))
     return state.transports.to_device(made) if where == "GPU" else made
 
 
 def _decode_with_arrays(payload: Any, header: int) -> Any:
-    """Return an object from its text and the bytes of its arrays."""
     place = header
 
     def give(kind: Any) -> Any:

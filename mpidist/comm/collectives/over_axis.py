@@ -110,7 +110,6 @@ def reduce_over_axis(
     wanted = _DEFAULT if options is None else options
     kind, detail = kind_along(axis), None
     is_known = kind is not None and isinstance(reduce_op, OP_TYPES)
-    # Only checked arguments may be part of a key.
     if is_known and summation is None:
         detail = detail_of((reduce_op, axis), options)
     return state.plans.run(
@@ -132,7 +131,6 @@ def _plan(
     options: CommunicationOptions,
     summation: Summation | None,
 ) -> tuple[AxisPlan, list[Any], list[Any]]:
-    """Return the plan of a call, its leaves, and the leaves as arrays."""
     op = ReduceOp.parse(reduce_op)
     leaves, spec, inputs = take(state, value, options)
     require_reducible(op, inputs, spec)
@@ -154,7 +152,6 @@ def _plan(
     sent = _reduce_own(state, plan, list(map(_without_rows, inputs, axes))).sent
     if not op.adds:
         along = [0] * len(sent)
-        # MIN, MAX and PRODUCT: one row per rank is gathered, then combined.
         gather = plan_gather(state, call, sent, along, options)
         plan = plan._replace(gather=gather)
     elif summation is None and fits(state, ReduceOp.SUM, sent, options):
@@ -165,7 +162,6 @@ def _plan(
 
 
 def _reduce_own(state: State, plan: AxisPlan, inputs: Sequence[Any]) -> _Partial:
-    """Return the reductions of this rank's arrays."""
     op, pairs = plan.op, list(zip(inputs, plan.axes))
     if not op.adds:
         partial = [arithmetic.combine_over(op, a, axes) for a, axes in pairs]
@@ -173,7 +169,6 @@ def _reduce_own(state: State, plan: AxisPlan, inputs: Sequence[Any]) -> _Partial
         return _Partial([*partial, *(r for r in rough if r is not None)], rough)
     partial = [arithmetic.sum_over(op, a, axes) for a, axes in pairs]
     rough = [arithmetic.rough_sum_over(op, a, axes) for a, axes in pairs]
-    # Sums and lengths are sent together
     lengths = np.array([math.prod(a.shape[i] for i in axes) for a, axes in pairs])
     more = [r for r in rough if r is not None]
     return _Partial([*partial, lengths, *more], rough)
@@ -224,7 +219,6 @@ def _execute(
 def _finish(
     state: State, plan: AxisPlan, totals: Sequence[Any], rough: Sequence[Any]
 ) -> list[Any]:
-    """Return sums or means, given the totals over all ranks."""
     count = len(plan.dtypes)
     lengths, more = totals[count].tolist(), iter(totals[count + 1 :])
     if plan.op is ReduceOp.MEAN:
@@ -277,5 +271,4 @@ def _narrow(
 
 
 def _without_rows(array: Any, axes: tuple[int, ...]) -> Any:
-    """Return an array of length 0 along `axes`, and otherwise the same."""
     return array[tuple(slice(0 if i in axes else None) for i in range(array.ndim))]

@@ -289,7 +289,6 @@ def _kind_along(axes: tuple[int, ...]) -> Kind:
         else:
             return None
         ndim = leaf.ndim
-        # The usual axis; shape[1:] is the fastest to make.
         if axes == (0,) and ndim:
             return where, leaf.dtype, ndim, leaf.shape[1:]
         dropped = {i + ndim if i < 0 else i for i in axes}

@@ -88,7 +88,6 @@ class _Pack(NamedTuple):
 
     def fill(self, page: Any, leaves: Sequence[Any]) -> None:
         """Write the leaves into `page`, an array of this dtype and shape."""
-        # Alone: the page has the leaf's own shape, so the result needs no reshape.
         if self.alone is not None:
             page[...] = leaves[self.alone]
             return
@@ -101,7 +100,6 @@ class _Pack(NamedTuple):
             page[position] = leaves[i]
 
     def take_apart(self, total: Any, results: list[Any]) -> None:
-        """Put the parts of `total` into `results`, each by the number of its leaf."""
         if self.alone is not None:
             results[self.alone] = total
             return
@@ -210,7 +208,6 @@ def all_reduce(
         detail = reduce_op if options is None else detail_of(reduce_op, options)
     if detail is not None:
         key, plan, leaves, spec = state.plans.find(operation, detail, value, kind_of)
-        # Fast path for repeated all-reduces: skip the checks that already passed.
         if plan is not None:
             execute = reduce_packed if plan.packs else _execute
             results = execute(state, plan, leaves)
@@ -271,14 +268,7 @@ def _execute(
     inputs: Sequence[Any],
     reduction: Reduction | None = None,
 ) -> list[Any]:
-    """Return the reductions of the leaves, once the ranks agree. Collective.
-
-    Args:
-      state: of the strategy.
-      plan: of the call.
-      inputs: arrays, or numbers if the plan was known.
-      reduction: prepares the reduction to use instead of transports.
-    """
+    """Return the reductions of the leaves, once the ranks agree. Collective."""
     if plan.packs:
         return reduce_packed(state, plan, inputs)
     # Plain numbers become arrays only here: the packed path takes them as they are.
@@ -308,7 +298,6 @@ def fits(
         return False
     on_gpu = sum(map(arrays.is_device_array, inputs))
     if on_gpu:  # each has to be copied twice
-        # Down to the host, and up again.
         limit = min(limit, _GPU_BYTES)
     if on_gpu > _GPU_ARRAYS or (on_gpu and state.size == 1):
         return False
@@ -470,19 +459,16 @@ def prepare(
         packs = _reserve_combination(state, op, values, options)
         return 0, lambda _: _combine(state, op, packs, values, options)
     sums = plan or _plan_sums(state, op, values, options, is_sum)
-    # Transports take contiguous and aligned arrays, as nearly all are.
     partial = [
         a
         if type(a) is np.ndarray and a.dtype == dtype and a.flags.carray
         else arithmetic.contiguous(a, dtype)
         for a, dtype in zip(values, sums.sends)
     ]
-    # Results whose dtype is narrower than that of the totals
     narrow = [
         (j, state.results.empty(partial[j].size, partial[j], sums.out[j]))
         for j in sums.narrow
     ]
-    # The flag "may overflow" is added along with the arrays
     if sums.is_checked:
         partial.append(_count_large(state, partial))
     address = 0
@@ -597,9 +583,7 @@ def _is_one_pack(state: State, kind: Kind, options: CommunicationOptions) -> boo
 def _narrowing(
     state: State, kind: Kind, options: CommunicationOptions
 ) -> Transport | None:
-    """Return the transport that compresses arrays, if requested."""
     dtype, is_device = kind
-    # Integers and 16-bit numbers would not become narrower.
     is_wide = traits(dtype).is_narrowed
     if options.compression is None or is_device or not is_wide:
         return None
@@ -740,11 +724,6 @@ def _check_integers(state: State, partial: Sequence[Any], totals: list[Any]) -> 
 
     Only if some rank has large integers, all are added again in float64, whatever
     options and operations the user has chosen for the sums.
-
-    Args:
-      state: of the strategy.
-      partial: the summands; the last one is the result of `_count_large`.
-      totals: the sums; those of narrow dtypes are replaced by exact ones.
     """
     # The total of all ranks' flags: zero on all or none, so all return here
     # together.
@@ -773,7 +752,6 @@ def _check_integers(state: State, partial: Sequence[Any], totals: list[Any]) -> 
 
 
 def _make_packs(op: ReduceOp, inputs: Sequence[Any]) -> list[_Pack]:
-    """Return how arrays are packed: those of one dtype, with one dtype as result."""
     out, sends = arithmetic.dtypes_to_add(op, [a.dtype for a in inputs])
     # By both dtypes: float16 and float32 go apart, though both are sent as float32
     groups: dict[Any, list[int]] = {}

@@ -73,8 +73,6 @@ def reduce_slices(
             ("dense_shape", shapes),
             *option_fields(options),
         )
-        # The number of rows may differ between ranks; all other dimensions must
-        # agree.
         described = describe_but(inputs, [0] * len(inputs))
         signature = CallSignature(name, agreed, nest.flatten(inputs)[1], described)
         sparse_call = consensus.call(signature, options.timeout_seconds)
@@ -83,7 +81,6 @@ def reduce_slices(
         results: list[Any] = list(leaves)
 
         def join() -> None:
-            # Values and indices of each leaf alternate.
             for i, values, indices in zip(sparse, gathered[::2], gathered[1::2]):
                 results[i] = _join(state, op, leaves[i], values, indices)
 
@@ -101,7 +98,6 @@ def reduce_slices(
 
 
 def _take_slices(state: State, slices: IndexedSlices) -> Sequence[Any]:
-    """Return values and indices as arrays that fit together."""
     values = arrays.to_array(slices.values, "values of IndexedSlices")
     indices = arrays.to_array(slices.indices, "indices of IndexedSlices")
     state.transports.require_reachable(values, "values of IndexedSlices")
@@ -124,7 +120,6 @@ def _take_slices(state: State, slices: IndexedSlices) -> Sequence[Any]:
 
 
 def _shape_of(dense_shape: Any) -> tuple[int, ...] | None:
-    """Return a shape, which TensorFlow has as a tensor, as ranks compare it."""
     if dense_shape is None:
         return None
     shape = list(dense_shape) if isinstance(dense_shape, tuple) else dense_shape

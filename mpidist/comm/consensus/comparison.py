@@ -132,7 +132,6 @@ class MaximumComparison:
     def agrees(
         self, words: Words, deadline: float | None = None, yield_cpu: bool = False
     ) -> bool:
-        """See `Comparison.agrees`."""
         self._calls += 1
         mine, highest = self._mine, self._highest
         number, state, address = words
@@ -150,12 +149,10 @@ class MaximumComparison:
         return bool(highest[4] == 0 and highest[0] == -highest[1])
 
     def late(self) -> int:
-        """See `Comparison.late`."""
         rank = int(self._highest[5]) & ((1 << _RANK_BITS) - 1)
         return -1 if rank == self._rank else rank
 
     def missing(self) -> list[int] | None:
-        """See `Comparison.missing`."""
         return self._waiting.missing()
 
     def close(self) -> None:
@@ -172,10 +169,7 @@ class PayloadComparison:  # not an abc.ABC, for which isinstance is slow
     """
 
     def __init__(
-        self,
-        own: Sequence[Any],
-        everyone: Sequence[Sequence[Any]],
-        payload_bytes: int,
+        self, own: Sequence[Any], everyone: Sequence[Sequence[Any]], payload_bytes: int
     ):
         assert payload_bytes <= len(own[0]) - _HEADER_BYTES
         self._own = own
@@ -207,7 +201,6 @@ class PayloadComparison:  # not an abc.ABC, for which isinstance is slow
         """
 
     def close(self) -> None:
-        """See `Comparison.close`."""
         return
 
     def _agree(self, everyone: Sequence[Any], words: Words) -> bool:
@@ -255,13 +248,11 @@ class GatherComparison(PayloadComparison):
         super().__init__([self._send], [list(self._received)], payload_bytes)
 
     def turn(self, ahead: int) -> int:
-        """See `PayloadComparison.turn`."""
         return 0
 
     def agrees(
         self, words: Words, deadline: float | None = None, yield_cpu: bool = False
     ) -> bool:
-        """See `Comparison.agrees`."""
         self._calls += 1
         mine = self._mine
         mine[0], mine[1], mine[2] = words
@@ -276,13 +267,11 @@ class GatherComparison(PayloadComparison):
         return self._agree(self._words, words)
 
     def late(self) -> int:
-        """See `Comparison.late`."""
         away = [words[3] for words in self._words]
         rank = away.index(max(away))
         return -1 if rank == self._rank else rank
 
     def missing(self) -> list[int] | None:
-        """See `Comparison.missing`."""
         return self._waiting.missing()
 
 
@@ -308,21 +297,17 @@ class SharedMemoryComparison(PayloadComparison):
         super().__init__(own, barrier.page_pairs, payload_bytes)
 
     def turn(self, ahead: int) -> int:
-        """See `PayloadComparison.turn`."""
         return (self._barrier.epoch + ahead) & 1
 
     def missing(self) -> list[int] | None:
-        """See `Comparison.missing`."""
         return self._barrier.missing()
 
     def late(self) -> int:
-        """See `Comparison.late`."""
         return self._barrier.late
 
     def agrees(
         self, words: Words, deadline: float | None = None, yield_cpu: bool = False
     ) -> bool:
-        """See `Comparison.agrees`."""
         barrier = self._barrier
         everyone = barrier.word_pairs[(barrier.epoch + 1) & 1]
         mine = everyone[barrier.rank]
@@ -334,7 +319,6 @@ class SharedMemoryComparison(PayloadComparison):
 def _arrays_on(
     pages: Sequence[Any], kinds: Sequence[tuple[np.dtype[Any], tuple[int, ...]]]
 ) -> Iterator[list[Any]]:
-    """Yield, for each kind, the array on each rank's page."""
     start = _HEADER_BYTES
     for dtype, shape in kinds:
         stop = start + math.prod(shape) * dtype.itemsize

@@ -536,11 +536,7 @@ class Consensus:
                 bare.agree()
 
     def root_only(
-        self,
-        operation: str,
-        fn: Callable[[], T],
-        root: int = 0,
-        agreed: Fields = (),
+        self, operation: str, fn: Callable[[], T], root: int = 0, agreed: Fields = ()
     ) -> T:
         """Return the result of `fn()`, called on rank `root` only. Collective.
 

@@ -166,7 +166,6 @@ def left_late(records: Sequence[CallReport]) -> str:
 def left(rank: int, error: BaseException, last: Entry | None) -> str:
     """Describe how a rank has left its last call by its own error."""
     operation, site = "a collective", call_site()
-    # Still in a call: name that, and not the line that is running now.
     if last is not None and last.ended is None:
         operation, site = last.operation, last.site
     said = said_by(error)

@@ -41,7 +41,6 @@ def can_survive() -> bool:
 
 
 def _is_loss(error: BaseException) -> bool:
-    """Return whether an error of MPI means that a rank has died."""
     if not isinstance(error, MPI.Exception) or not can_survive():
         return False
     # Other errors of MPI are faults of the program, and no rank is lost.

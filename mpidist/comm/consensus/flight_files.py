@@ -63,12 +63,7 @@ class FlightFiles:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        job: int,
-        channel: int,
-        rank: int,
-        header: Mapping[str, Any],
+        self, folder: Path, job: int, channel: int, rank: int, header: Mapping[str, Any]
     ):
         folder = folder.absolute()  # the program may change its own later
         self._ring_path = ring_path(folder, job, channel, rank)
@@ -82,7 +77,6 @@ class FlightFiles:
             self.ring = self._make_ring()
             self._text = self._create(self._text_path)
             _write(self._text, self._header)
-        # No incomplete file is left.
         except BaseException:
             self.close(is_kept=False)
             raise
@@ -166,17 +160,12 @@ class FlightFiles:
 
 
 def _create(path: Path) -> int:
-    """Return a new file that is open for reading and writing.
-
-    Raises:
-      OSError: something has that name.
-    """
+    """Return a new file that is open for reading and writing."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, 0o666)
 
 
 def _reserve(file: int, size_bytes: int) -> None:
-    """Set the size of a new file, and allocate all its pages."""
     try:
         os.posix_fallocate(file, 0, size_bytes)
     except AttributeError:  # not on macOS
@@ -198,7 +187,6 @@ def _line(fields: Mapping[str, Any]) -> bytes:
 
 
 def _abridge(agreed: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the compared arguments, up to the length limit of a line."""
     left = _MOST_AGREED
     for count, (name, text) in enumerate(agreed.items()):
         if left <= 0:

@@ -203,7 +203,6 @@ class Recorder:
             )
 
     def _note(self, call: CallSignature, digest: int) -> tuple[int, Operation]:
-        """Return number and counters of a kind of call that may be new."""
         depth, frame = 2, _getframe(2)
         while frame.f_back is not None and is_own_code(frame.f_code):
             depth, frame = depth + 1, frame.f_back

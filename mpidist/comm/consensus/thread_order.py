@@ -181,7 +181,6 @@ class ThreadOrderedLock:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Release the lock, however often this thread has acquired it."""
         if self.holder:
             _set_handling(self._handling)
         self._entered = self.holder = 0

@@ -131,7 +131,6 @@ class SymmetricMemory:
         return [_view(root, start, value.shape, value.dtype) for start in starts]
 
     def _find(self, value: Any) -> tuple[_Region, int] | None:
-        """Return the region of an array, and its offset in this rank's part."""
         # Views with steps are not recognized; they are reduced by copying.
         if not isinstance(value, np.ndarray) or not value.flags.c_contiguous:
             return None

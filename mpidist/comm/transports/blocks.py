@@ -61,7 +61,6 @@ class WholeSum(InFlight):
         self.requests.append(comm.Iallreduce(MPI.IN_PLACE, total, MPI.SUM))
 
     def end(self, wait: Wait) -> None:
-        """See `BlockSum.end`."""
         self.wait_for_all(wait)
 
     def share(self, wait: Wait) -> None:
@@ -152,13 +151,11 @@ class BlockSum(InFlight):
             self._receive[...] = self._totals
 
     def _spans(self, parts: Sequence[slice]) -> tuple[list[int], list[int]]:
-        """Return the sizes and offsets of parts of an array, in bytes."""
         width = self._wire.itemsize
         counts = [(part.stop - part.start) * width for part in parts]
         return counts, [part.start * width for part in parts]
 
     def _exchange(self, tag: int, places: Sequence[Any], sends: Sequence[Any]) -> None:
-        """Start receiving an array from each rank, and sending one to each rank."""
         comm, requests = self._comm, self.requests
         # Receives are posted first, so that an early message needs no buffer inside
         # MPI.

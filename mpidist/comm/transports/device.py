@@ -53,7 +53,6 @@ class DeviceTransport(MpiTransport):
         deadline: float | None,
         wire: np.dtype[Any] | None = None,
     ) -> None:
-        """See `Transport.allreduce`."""
         send = packing.pack(sends)
         send, receive = send.reshape(-1), receive.reshape(-1)
         step = max(1, self._block_bytes // receive.dtype.itemsize)
@@ -88,12 +87,10 @@ class DeviceTransport(MpiTransport):
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
     ) -> None:
-        """See `Transport.allgatherv`."""
         arrays.synchronize(send)
         super().allgatherv(send, receive, counts, deadline)
 
     def alltoallv(self, send: Any, *arguments: Any, **options: Any) -> None:
-        """See `MpiTransport.alltoallv`."""
         arrays.synchronize(send)
         super().alltoallv(send, *arguments, **options)
 
@@ -126,7 +123,6 @@ class DeviceMpiTransport(MpiTransport):
         deadline: float | None,
         wire: np.dtype[Any] | None = None,
     ) -> None:
-        """See `Transport.allreduce`."""
         if deadline is not None:
             self._adder.allreduce(sends, receive, deadline)
             return
@@ -138,16 +134,13 @@ class DeviceMpiTransport(MpiTransport):
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
     ) -> None:
-        """See `Transport.allgatherv`."""
         self._adder.allgatherv(send, receive, counts, deadline)
 
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
-        """See `Transport.broadcast`."""
         self._adder.broadcast(buffer, root, deadline)
 
 
 def _as(buffer: DeviceBuffer, size: int, dtype: np.dtype[Any]) -> Any:
-    """Return the beginning of a buffer as an array."""
     size_bytes = size * dtype.itemsize
     assert size_bytes <= buffer.array.size
     return buffer.array[:size_bytes].view(dtype)

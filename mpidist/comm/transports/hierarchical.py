@@ -91,9 +91,7 @@ class HierarchicalTransport(SharedTransport):
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
     ) -> None:
-        """See `Transport.allgatherv`."""
         self._direct.allgatherv(send, receive, counts, deadline)
 
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
-        """See `Transport.broadcast`."""
         self._direct.broadcast(buffer, root, deadline)

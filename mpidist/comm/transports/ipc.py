@@ -156,13 +156,11 @@ class IpcTransport(Transport):
         return record()
 
     def _add_part(self, block: _Block) -> None:
-        """Add this rank's part; the totals in its slot are for the others."""
         own = block.parts[self._rank]
         _add([slot[own] for slot in block.slots], block.receive[own])
         assign(block.slots[self._rank][own], block.receive[own])
 
     def _fetch(self, block: _Block) -> None:
-        """Fetch the totals of the other ranks' parts."""
         for rank, part in enumerate(block.parts):
             if rank != self._rank:
                 assign(block.receive[part], block.slots[rank][part])
@@ -170,7 +168,6 @@ class IpcTransport(Transport):
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
     ) -> None:
-        """See `Transport.allgatherv`."""
         width, step = send.dtype.itemsize, self._slot_bytes
         send, receive = bytes_of(send), bytes_of(receive)
         ends = [end * width for end in itertools.accumulate(counts)]
@@ -189,7 +186,6 @@ class IpcTransport(Transport):
                     assign(part, slot[: part.size])
 
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
-        """See `Transport.broadcast`."""
         buffer, step = bytes_of(buffer), self._slot_bytes
         with self._order:
             for start in range(0, buffer.size, step):
@@ -203,7 +199,6 @@ class IpcTransport(Transport):
                     assign(block, slot[: block.size])
 
     def _next_slots(self) -> list[Any]:
-        """Return the next slots of all ranks, as bytes."""
         start = self._turn * self._slot_bytes
         # Four: while block k + 2 is written, a slow rank may still read k - 1 to k + 1.
         self._turn = (self._turn + 1) % SLOTS
@@ -214,7 +209,6 @@ class IpcTransport(Transport):
 
 
 def _add(parts: Sequence[Any], totals: Any) -> None:
-    """Put the sum of contiguous arrays into `totals`."""
     if totals.size:
         addresses = [part.data.ptr for part in parts]
         kernels.add_parts(addresses, totals, np.dtype(parts[0].dtype))

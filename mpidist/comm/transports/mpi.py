@@ -51,7 +51,6 @@ class MpiTransport(Transport):
         deadline: float | None,
         wire: np.dtype[Any] | None = None,
     ) -> None:
-        """See `Transport.allreduce`."""
         if self.packs_in_place and (len(sends) > 1 or sends[0] is receive):
             receive = receive.reshape(-1)
             # Pack into the result, where MPI then adds in place: no separate pack
@@ -87,7 +86,6 @@ class MpiTransport(Transport):
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
     ) -> None:
-        """See `Transport.allgatherv`."""
         # MPI only moves data here, so bytes work for dtypes that it does not know
         width = send.dtype.itemsize
         send, receive = bytes_of(send), bytes_of(receive)
@@ -183,7 +181,6 @@ class MpiTransport(Transport):
                 self._wait(request, deadline, operation)
 
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
-        """See `Transport.broadcast`."""
         self._broadcast(bytes_of(buffer), root, deadline, "broadcast")
 
     def _broadcast(

@@ -119,11 +119,7 @@ class NcclTransport(Transport):
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[Any]:
-        """Yield the communicator, protected from an abort by another thread.
-
-        Raises:
-          RankLostError: a rank has died.
-        """
+        """Yield the communicator, protected from an abort by another thread."""
         failures = self._consensus.failures
         try:
             with self._lock:
@@ -141,7 +137,6 @@ class NcclTransport(Transport):
         deadline: float | None,
         wire: np.dtype[Any] | None = None,
     ) -> None:
-        """See `Transport.allreduce`."""
         send = packing.pack(sends)
         name = np.dtype(send.dtype).name
         if name in _WIDER:
@@ -185,7 +180,6 @@ class NcclTransport(Transport):
         self._wait("all_gather", deadline)
 
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
-        """See `Transport.broadcast`."""
         address, kind = buffer.data.ptr, _TYPES["uint8"]
         with self._using() as comm:
             comm.broadcast(address, address, buffer.nbytes, kind, root, _stream())

@@ -50,7 +50,6 @@ class OrderedTransport(MpiTransport):
         deadline: float | None,
         wire: np.dtype[Any] | None = None,
     ) -> None:
-        """See `Transport.allreduce`."""
         send = packing.pack(sends)
         self._add(send, receive, wire or send.dtype, deadline)
 

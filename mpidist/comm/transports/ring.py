@@ -53,17 +53,14 @@ class RingTransport(MpiTransport):
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
     ) -> None:
-        """See `Transport.allgatherv`."""
         width, receive = send.dtype.itemsize, bytes_of(receive)
         ends = [end * width for end in itertools.accumulate(counts)]
         edges = itertools.pairwise([0, *ends])
         parts = [receive[start:end] for start, end in edges]
-        # This rank's own part needs no message.
         parts[self._consensus.rank][...] = bytes_of(send)
         self._pass_on(parts, deadline, "all_gather")
 
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
-        """See `Transport.broadcast`."""
         data = bytes_of(buffer)
         # Broadcast is an allgather in which all parts but the root's are empty.
         parts = [data[:0]] * self._consensus.size
@@ -73,7 +70,6 @@ class RingTransport(MpiTransport):
     def _pass_on(
         self, parts: Sequence[Any], deadline: float | None, operation: str
     ) -> None:
-        """Distribute the part of each rank to all."""
         # Requests stay in `flight` if a wait raises: their buffers must outlive them.
         comm, consensus, flight = self._comm, self._consensus, InFlight()
         wait = functools.partial(consensus.wait, deadline=deadline, operation=operation)

@@ -123,9 +123,7 @@ class TransportSelector:
         gpus: GpuFacts | None = None,
         has_nccl: bool = True,
     ):
-        transports: dict[str, Transport] = {
-            "mpi": MpiTransport(consensus),
-        }
+        transports: dict[str, Transport] = {"mpi": MpiTransport(consensus)}
         # Transports in shared memory of a node
         self.intra_node: SharedTransport | None = None
         self._hierarchical: HierarchicalTransport | None = None

@@ -198,20 +198,17 @@ class SharedTransport(Transport):
         return _Block(slots, receive, parts, request)
 
     def _end(self, last: _Block, deadline: float | None) -> None:
-        """End the final block."""
         self._publish(last, deadline)
         self._synchronize("all_reduce", deadline)
         self._fetch(last)
 
     def _publish(self, block: _Block, deadline: float | None) -> None:
-        """Publish the totals of this rank's part."""
         if self._rank < self._adders:
             self._finish_other_nodes(block.request, deadline)
             own = block.parts[self._rank]
             block.slots[self._rank][own] = block.receive[own]
 
     def _fetch(self, block: _Block) -> None:
-        """Read the totals of the other ranks' parts."""
         # Its own part is in place already: the total was added up there.
         for rank, part in enumerate(block.parts):
             if rank != self._rank:
@@ -226,7 +223,6 @@ class SharedTransport(Transport):
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
     ) -> None:
-        """See `Transport.allgatherv`."""
         width, step = send.dtype.itemsize, self._barrier.slot_bytes
         send, receive = bytes_of(send), bytes_of(receive)
         ends = [end * width for end in itertools.accumulate(counts)]
@@ -278,7 +274,6 @@ class SharedTransport(Transport):
                 place[...] = _as_block(slot, place)
 
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
-        """See `Transport.broadcast`."""
         buffer, step = bytes_of(buffer), self._barrier.slot_bytes
         for start in range(0, buffer.size, step):
             # All ranks take the turn together, though only one of them writes.
@@ -302,7 +297,6 @@ class SharedTransport(Transport):
 
 
 def _as_block(slot: Any, like: Any) -> Any:
-    """Return the beginning of a slot as an array like another one."""
     return slot[: like.nbytes].view(like.dtype).reshape(like.shape)
 
 

@@ -75,7 +75,6 @@ class StagingTransport(Transport):
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
     ) -> None:
-        """See `Transport.allgatherv`."""
         width = send.dtype.itemsize
         send, receive = bytes_of(send), bytes_of(receive)
         sizes = [count * width for count in counts]
@@ -120,7 +119,6 @@ class StagingTransport(Transport):
         )
 
     def _cut(self, array: Any) -> Iterator[slice]:
-        """Yield the blocks of an array of one dimension."""
         step = max(self._block_bytes // array.dtype.itemsize, 1)
         return (slice(k, k + step) for k in range(0, array.size, step))
 

@@ -143,7 +143,6 @@ def read_tables(path: Path) -> list[tuple[Layout, Table]]:
 
 
 def _said_by(path: Path) -> str:
-    """Return the variable that names the file, for messages; "" if none."""
     return f" ({TRANSPORTS.name})" if TRANSPORTS.read() == path else ""
 
 
@@ -224,18 +223,15 @@ class BySizeTransport(Transport):
         deadline: float | None,
         wire: np.dtype[Any] | None = None,
     ) -> None:
-        """See `Transport.allreduce`."""
         self._pick("allreduce", receive).allreduce(sends, receive, deadline, wire)
 
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
     ) -> None:
-        """See `Transport.allgatherv`."""
         transport = self._pick("allgatherv", receive)
         transport.allgatherv(send, receive, counts, deadline)
 
     def broadcast(self, buffer: Any, root: int, deadline: float | None) -> None:
-        """See `Transport.broadcast`."""
         self._pick("broadcast", buffer).broadcast(buffer, root, deadline)
 
 

@@ -228,7 +228,6 @@ class DistributedDataset:
         call: str = "distribute_datasets_from_function",
     ) -> DistributedDataset:
         """Return a dataset of the batches that each replica makes. Collective."""
-        # Here each replica is an input pipeline of its own.
         where = InputContext(
             extended.num_replicas, extended.replica_id, extended.num_replicas
         )
@@ -335,7 +334,6 @@ class DistributedDataset:
           10
         """
         consensus, call = self._plan.extended.consensus, "DistributedDataset.reduce"
-        # Checked on all ranks alike: cardinality is common.
         require_end(self.cardinality, call)
         iterator = iter(self)
 
@@ -352,7 +350,6 @@ class DistributedDataset:
             raise
 
     def _would_repeat_rows(self) -> bool:
-        """Return whether a job that resumes without a state would read rows again."""
         is_lost = self._epochs.has_begun and not self._epochs.is_saved
         return is_lost and is_reshuffled(self._plan.pipeline)
 
@@ -482,7 +479,6 @@ def _agree_on_seeds(
 def _ranks_with_other_orders(
     chosen: _SeedOffer, by_rank: Sequence[_SeedOffer | None]
 ) -> list[int]:
-    """Return the ranks that keep another order than the chosen one."""
     return [
         rank
         for rank, offer in enumerate(by_rank)
@@ -491,7 +487,6 @@ def _ranks_with_other_orders(
 
 
 def _seed_pattern(pipeline: MapDataset | IterDataset) -> str:
-    """Return which shuffles of a dataset are the same one, as text."""
     # zip(a, a) and zip(a, b) are described alike
     seeds = list(drawn_seeds(pipeline))
     return str([seeds.index(s.seed) for s in walk(pipeline) if s.seed in seeds])
@@ -519,11 +514,6 @@ def _share_indexes(
     """Index the files of a dataset; one rank indexes each file for all. Collective.
 
     Called in a scope, which raises errors of one rank on all.
-
-    Args:
-      extended: of the strategy.
-      pipeline: dataset whose files all ranks read.
-      call: the user's call, for error messages.
 
     Raises:
       MismatchError: the ranks name different files.
@@ -580,7 +570,6 @@ def _sources(pipeline: MapDataset | IterDataset) -> list[IndexedSource]:
 
 @contextlib.contextmanager
 def _naming(rank: int) -> Iterator[None]:
-    """Name this rank in DataErrors of the block."""
     try:
         yield
     except DataError as error:

@@ -184,7 +184,6 @@ class DistributedIterator:
         return local_batch
 
     def _distributed(self, local_batch: LocalBatch) -> Any:
-        """Return a batch as the user gets it: a nest of `PerReplica`."""
         extended, batch = self._plan.extended, local_batch.batch
         if extended.batch_watchers:
             for watcher in extended.batch_watchers:
@@ -262,7 +261,6 @@ class DistributedIterator:
         self._epochs.is_saved = True
 
     def _would_repeat_rows(self) -> bool:
-        """Return whether a job that resumes without a state would read rows again."""
         is_within = 0 < self._step != self._plan.cardinality and not self._is_closed
         return is_within and not self._epochs.is_saved
 
@@ -280,7 +278,6 @@ class DistributedIterator:
         self._record_progress(None)
 
     def _require_callable(self, name: str) -> None:
-        """Raise if a collective method cannot be called here."""
         if context.in_replica_function():
             raise ArgumentError(
                 f"{name} was called on a distributed iterator inside a replica function"
@@ -311,7 +308,6 @@ class DistributedIterator:
     def _advance(self) -> LocalBatch | None:
         """Return this step's batch, or None on all replicas at the end."""
         if self._failure is not None:
-            # Raise again on all ranks: all know of the failure.
             raise DataError(self._failure)
         if self._is_closed or self._step == self._plan.cardinality:
             self._record_progress(None)
@@ -322,7 +318,6 @@ class DistributedIterator:
         except Exception as error:
             self._fail(error)
             raise
-        # None on every rank.
         if local_batch is None:
             self._end()
         else:
@@ -416,7 +411,6 @@ class DistributedIterator:
             raise
 
     def _record_progress(self, step: int | None) -> None:
-        """Record this replica's step, which the next collective compares."""
         progress = self._plan.extended.consensus.progress
         if step is None:
             progress.remove(self._progress_key)
@@ -537,7 +531,6 @@ class BatchSpec(NamedTuple):
 
 
 def _have_rows(template: Any) -> bool:
-    """Return whether no leaf is a scalar."""
     return all(leaf.ndim for leaf in nest.flatten(template)[0])
 
 

@@ -112,7 +112,6 @@ class ReadPlan:
         """The best number of steps to read at a time."""
         if isinstance(self.pipeline, IterDataset):
             return 1
-        # Own batches are not divided.
         replicas = self.extended.num_replicas if self.is_global else 1
         return steps_per_read(self.pipeline, replicas)
 
@@ -193,7 +192,6 @@ class BatchReader(abc.ABC):
 
 
 def _start_host_reader(plan: ReadPlan, epoch: Epoch) -> BatchReader:
-    """Return a reader of this replica's batches in host memory."""
     if isinstance(plan.pipeline, IterDataset):
         return _IterReader(plan, plan.pipeline, epoch)
     return _MapReader(plan, plan.pipeline, epoch)
@@ -309,12 +307,10 @@ class _IterReader(BatchReader):
         template = _template_of(element)
         self._template = (
             template
-            # The first batch sets the template; later ones must be like it.
             if self._template is None
             else _require_like(template, self._template)
         )
         rows = count_rows(element) if self._has_rows else None
-        # All rows are produced on every rank; this rank keeps its slice.
         if self._plan.is_global:
             element = self._slice(element, rows or 0)
         return LocalBatch(element, template, rows)
@@ -423,7 +419,6 @@ class _InlineReads:
         return self._is_allowed and self._wait == 0
 
     def record_inline(self, seconds: float) -> None:
-        """Record the duration of an inline read."""
         if seconds <= _SHORT_SECONDS:
             self._short += 1
             if self._short >= _STEADY:
@@ -434,7 +429,6 @@ class _InlineReads:
         self._gap = min(2 * self._gap, _MOST_BETWEEN_TRIALS)
 
     def record_threaded(self) -> None:
-        """Record that another thread reads a group."""
         self._wait = max(0, self._wait - 1)
 
 
@@ -532,7 +526,6 @@ class Prefetcher:
         return self._executor
 
     def _wait_for(self, step: int) -> collections.deque[LocalBatch | Exception | None]:
-        """Return the batches that are ready, at least that of `step`."""
         if self._ready:
             return self._ready
         # Batches are used in order: read inline only after all pending groups
@@ -546,7 +539,6 @@ class Prefetcher:
         return self._ready
 
     def _read_inline(self) -> None:
-        """Read the next group in the calling thread."""
         count = self.group_size(self._requested)
         start = time.perf_counter()
         self._ready.extend(self.reader.read_group(self._requested, count))
@@ -587,7 +579,6 @@ def steps_per_read(pipeline: MapDataset, replicas: int) -> int:
 
 
 def _read_singly(reader: BatchReader, steps: Iterable[int]) -> StepGroup:
-    """Return the batches of some steps, up to the first error."""
     group: StepGroup = []
     for step in steps:
         try:
@@ -602,14 +593,12 @@ def _template_of(element: Any) -> Any:
     """Return arrays like those of `element`, without rows (scalars stay scalars)."""
 
     def without_rows(a: Any) -> Any:
-        # Zero-dimensional leaves have no rows to leave out.
         return np.zeros((0, *a.shape[1:]) if a.ndim else (), a.dtype)
 
     return nest.map_leaves(without_rows, element)
 
 
 def _flat_dtypes(batch: Any) -> Any:
-    """Return the dtypes of an array or a tuple of arrays; None for other batches."""
     if type(batch) is np.ndarray:
         return batch.dtype
     if type(batch) is tuple and {np.ndarray}.issuperset(map(type, batch)):
@@ -618,7 +607,6 @@ def _flat_dtypes(batch: Any) -> Any:
 
 
 def _kinds_of(batch: Any) -> Kinds:
-    """Return the kinds of a batch, whose leaves lose nothing as arrays."""
     leaves, spec = nest.flatten(batch)
     plain = [
         a
@@ -630,7 +618,6 @@ def _kinds_of(batch: Any) -> Kinds:
 
 
 def _require_like(template: Any, before: Any) -> Any:
-    """Return `template`, or raise if structure, dtypes or dimensions have changed."""
     leaves, spec = nest.flatten(template)
     leaves_before, spec_before = nest.flatten(before)
     if spec != spec_before:
@@ -640,7 +627,6 @@ def _require_like(template: Any, before: Any) -> Any:
         )
     names = nest.leaf_names(spec, "batch")
     for name, a, b in zip(names, leaves, leaves_before, strict=True):
-        # Lengths may differ, structure may not.
         if (dtype_text(a.dtype), a.ndim) != (dtype_text(b.dtype), b.ndim):
             raise DataError(
                 "the batches of a dataset must be alike, but in one that follows the "
@@ -669,8 +655,8 @@ def divide(
     if is_global(policy):
         return pipeline
     if policy is AutoShardPolicy.OFF:
-        # The whole dataset on each worker, with smaller batches.
-        return pipeline.rebatch(workers)
+        own: MapDataset | IterDataset = pipeline.rebatch(workers)
+        return own
     files = pipeline.file_count
     if files == 0:
         raise ArgumentError(
@@ -682,7 +668,8 @@ def divide(
             "auto_shard_policy FILE needs at least as many files as workers, not "
             f"{files} files for {workers} workers; use AutoShardPolicy.DATA"
         )
-    return pipeline.shard_files(workers, worker).rebatch(workers)
+    own = pipeline.shard_files(workers, worker).rebatch(workers)
+    return own
 
 
 def count_steps(lengths: Sequence[int]) -> int:

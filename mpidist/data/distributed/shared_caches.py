@@ -20,13 +20,7 @@ from mpidist.data.caching import (
 )
 from mpidist.data.elements import one_dtype, split, stack
 from mpidist.data.iter_dataset import IterDataset
-from mpidist.data.map_dataset import (
-    Epoch,
-    MapDataset,
-    OpenSources,
-    drawn_seeds,
-    walk,
-)
+from mpidist.data.map_dataset import Epoch, MapDataset, OpenSources, drawn_seeds, walk
 from mpidist.data.sources import Positions
 from mpidist.errors import ArgumentError
 from mpidist.util import nest
@@ -157,7 +151,6 @@ def _make(
 
 
 def _first_rows(parent: MapDataset, epoch: Epoch, first: BatchShare) -> Any:
-    """Return the rows that are read first, stacked; perhaps zero rows."""
 
     def read() -> Any:
         # What replica 0 reads first, which shows dtypes and shapes of all rows.
@@ -278,7 +271,6 @@ class NodeCache(CacheBase):
 
     def fill(self, rows: Any) -> None:
         """Store the first rows, which were already read."""
-        # All leaves have the same number of rows.
         count = len(nest.flatten(rows)[0][0])
         _fill(self._held[1], np.arange(count), rows)
 

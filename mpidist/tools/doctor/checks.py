@@ -81,7 +81,6 @@ _SHOWN_NODES = 8
 
 
 def _check_python() -> list[Row]:
-    """Return rows on what should be one installation."""
     version = platform.python_version()
     # Python is compatible within a minor version, so the patch number may differ
     minor = f"{version.rpartition('.')[0]} ({platform.python_implementation()})"
@@ -260,7 +259,6 @@ def count_left(folder: Path, processes: Path) -> tuple[int, int]:
 
 
 def _open_files(process: Path) -> list[str]:
-    """Return the paths of the files that a process has open or mapped."""
     names = []
     with contextlib.suppress(OSError):  # of another user, or ended
         maps = (process / "maps").read_text(errors="replace")
@@ -346,7 +344,6 @@ def _check_settings(variables: Mapping[str, str]) -> list[Row]:
 
 
 def _by_node(facts: Facts) -> Iterable[Facts]:
-    """Return the facts of each node, by rank."""
     nodes: dict[int, dict[int, RankFacts]] = {}
     for rank, fact in facts.items():
         if fact.node is not None:

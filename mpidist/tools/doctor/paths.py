@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mpidist.tools.doctor.children import Child, cleanups, run_named, send
 from mpidist.tools.doctor.rows import FAIL, OK, WARN, Failure, Row
@@ -84,7 +86,6 @@ def _look(real: Path, path: str) -> list[Row]:
 
 
 def _open(path: Path) -> Row:
-    """Open an HDF5 file for reading."""
     import h5py
 
     send("step", "opening it as an HDF5 file")
@@ -148,21 +149,26 @@ def _hold(folder: Path, kind: str) -> tuple[str, str]:
         handle, name = tempfile.mkstemp(".h5", _PREFIX, folder)
     except OSError as error:
         return "", error.strerror or str(error)
+    os.close(handle)
     cleanups.callback(_remove, name)
-    cleanups.callback(os.close, handle)
     try:
-        if kind == "HDF5":
-            import h5py
-
-            file = h5py.File(name, "w")
-            cleanups.callback(file.close)
-            file["x"] = 1
-            file.flush()
-        else:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        cleanups.callback(_lock(kind, name, "w").close)
     except (OSError, RuntimeError) as error:
         return name, _explain(error)
     return name, ""
+
+
+def _lock(kind: str, name: str, mode: str) -> Any:
+    """Return a file that is locked until it is closed."""
+    if kind == "HDF5":
+        import h5py
+
+        file = h5py.File(name, mode)
+        file.flush()  # or others could not open it
+        return file
+    file = io.FileIO(name, "rb+")
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
 
 
 def _explain(error: OSError | RuntimeError) -> str:
@@ -188,13 +194,7 @@ def _see(kind: str, name: str, deadline: float) -> str:
             return HIDDEN
         time.sleep(0.05)
     try:
-        if kind == "HDF5":
-            import h5py
-
-            h5py.File(name, "r").close()
-        else:
-            with open(name, "rb+") as file:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(kind, name, "r").close()
     except (OSError, RuntimeError) as error:
         is_taken = getattr(error, "errno", None) in _TAKEN
         return HELD if is_taken else _explain(error)
@@ -214,17 +214,20 @@ def check_locks(states: Mapping[str, str], locking: str | None) -> Row:
     remedy = "mount the file system with locks (Lustre: flock; NFS: without nolock)"
     for kind, state in sorted(states.items()):  # HDF5's first
         if state not in (HELD, MISSED):
-            or_else = f", or set {LOCKING}=FALSE on all ranks" * (kind == "HDF5")
-            status = FAIL if kind == "HDF5" else WARN
-            return Row(status, f"{kind} is refused: {state}", f"{remedy}{or_else}")
+            found, is_hdf5 = f"{kind} is refused: {state}", kind == "HDF5"
+            remedy += f", or set {LOCKING}=FALSE on all ranks" * is_hdf5
+            return Row(FAIL if is_hdf5 else WARN, found, remedy)
     off = ["HDF5"] if locking in ("FALSE", "0") else []
-    missed = [kind for kind, s in states.items() if s == MISSED and kind not in off]
-    if missed:
-        found = f"not kept out by locks of rank 0: {', '.join(missed)}"
+    kinds = {
+        state: [k for k, s in states.items() if s == state and k not in off]
+        for state in (HELD, MISSED)
+    }
+    if kinds[MISSED]:
+        found = f"not kept out by locks of rank 0: {', '.join(kinds[MISSED])}"
         return Row(WARN, found, f"{remedy}; or let one rank write a file")
-    held = ", ".join(kind for kind in states if kind not in off)
     text = f"; HDF5 does not lock files ({LOCKING}={locking})" * bool(off)
-    return Row(OK, f"another process sees those of rank 0: {held}{text}")
+    found = f"another process sees those of rank 0: {', '.join(kinds[HELD])}{text}"
+    return Row(OK, found)
 
 
 @contextlib.contextmanager
@@ -252,8 +255,9 @@ def try_paths(
 
 def try_locks(locks: Mapping[str, Locks], seconds: float) -> list[Row]:
     """Return rows on what another process than the holder sees of its locks."""
-    held = {f"{path}: locks": kinds for path, kinds in locks.items() if kinds}
-    calls = {what: (_try_to_lock, kinds) for what, kinds in held.items()}
+    calls = {
+        f"{path}: locks": (_try_to_lock, own) for path, own in locks.items() if own
+    }
     return run_named(calls, seconds)
 
 

@@ -73,11 +73,7 @@ class _Job:
         self._local_rank, self._local_size = self.rank, self.size
 
     def run(self, environ: Mapping[str, str]) -> None:
-        """Run all checks, let rank 0 print, agree on the status, and end MPI.
-
-        Args:
-          environ: see `examine_ranks`.
-        """
+        """Run all checks, let rank 0 print, agree on the status, and end MPI."""
         seconds = self._seconds
         # Ranks arrive here at different times: a package may be slow on some
         self._facts = checks.find_facts(environ)

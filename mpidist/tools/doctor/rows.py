@@ -121,7 +121,6 @@ def describe_error(error: BaseException) -> str:
 
 
 def _without_needless(rows: Iterable[Row]) -> list[Row]:
-    """Return rows of which those that are OK have no remedy."""
     return [row if row.status else row._replace(remedy="") for row in rows]
 
 

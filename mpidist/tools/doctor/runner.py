@@ -23,14 +23,7 @@ from mpidist.launch.launchers import NO_MPI, OPEN_MPI, has_pmix, is_silent
 from mpidist.tools.doctor import checks
 from mpidist.tools.doctor.children import Child, run_named
 from mpidist.tools.doctor.paths import try_alone
-from mpidist.tools.doctor.rows import (
-    FAIL,
-    Failure,
-    Row,
-    to_json,
-    to_text,
-    worst,
-)
+from mpidist.tools.doctor.rows import FAIL, Failure, Row, to_json, to_text, worst
 from mpidist.util.files import replace_file
 
 _STARTING = "starting MPI"
@@ -163,17 +156,12 @@ class _Runner:
                 return status
 
     def fail(self, found: str, remedy: str = "") -> None:
-        """Add a row: the current stage has failed."""
         remedy = remedy or _REMEDIES.get(self._stage, "read the messages on stderr")
         self._failed = Row(FAIL, found, remedy, self._stage)
         self._rows.append(self._failed)
 
     def end(self, status: int | None) -> int:
-        """Print what has not been printed; return the exit status.
-
-        Args:
-          status: that the ranks agreed on; None if they did not get so far.
-        """
+        """Print what has not been printed; return the exit status."""
         is_open = status is None and self._printed_status is None
         if is_open and self._prints():
             return self._print()
@@ -210,7 +198,6 @@ class _Runner:
             time.sleep(_LINGERING * self._seconds)
 
     def _print(self) -> int:
-        """Print all rows; return the exit status."""
         rows, path = self._rows, self._json_file
         text = to_text(rows) if path is None else to_json(rows, self._size)
         status = int(worst(rows) is FAIL)
