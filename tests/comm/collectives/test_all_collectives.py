@@ -198,15 +198,6 @@ def test_results_have_the_order_of_their_argument(strategy, rank, collective, si
             assert found.default_factory is list
 
 
-def test_keys_in_another_order_on_each_rank_are_paired(strategy, rank, collective):
-    names = "abc" if rank % 2 else "cba"
-    expected = collective(strategy, np.full(4, 2.0))
-    for _ in range(2):
-        found = collective(strategy, {name: np.full(4, 2.0) for name in names})
-        for result in found.values():
-            same(result, expected)
-
-
 def test_the_order_of_an_ordered_dict_must_agree(strategy, rank):
     names = "abc" if rank % 2 else "cba"
     value = collections.OrderedDict((name, np.full(4, 2.0)) for name in names)
