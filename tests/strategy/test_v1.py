@@ -62,23 +62,3 @@ def test_other_replication_modes_are_refused(strategy):
 def test_what_an_input_fn_may_not_return(strategy):
     with pytest.raises(ValueError, match="input_fn"):
         strategy.make_input_fn_iterator(lambda context: 7)
-
-
-def test_totals_of_on_read_variables_are_shared_out(strategy):
-    """TensorFlow's vars_test: 3 and 4 on two replicas give 7, and 3.5 each again."""
-    n = strategy.num_replicas_in_sync
-    with strategy.scope():
-        v = mpidist.Variable(
-            0.0,
-            synchronization=mpidist.VariableSynchronization.ON_READ,
-            aggregation=mpidist.VariableAggregation.SUM,
-        )
-
-    def step():
-        v.assign(3.0 + mpidist.get_replica_context().replica_id_in_sync_group)
-
-    strategy.run(step)
-    total = float(v.value())
-    assert total == sum(3.0 + r for r in range(n))
-    v.assign(total)
-    assert local(strategy, strategy.run(lambda: v.numpy())) == pytest.approx(total / n)
