@@ -53,7 +53,8 @@ class Group:
 
     @functools.cached_property
     def symmetric(self):
-        return self.strategy.symmetric_like([np.zeros(9), np.zeros(90_000, "f4")])
+        like = [np.zeros(9), np.zeros(90_000, "f4"), *np.zeros((2, 9000), "f2")]
+        return self.strategy.symmetric_like([*like, np.zeros(9000, "i8")])
 
     @functools.cached_property
     def variable(self):

@@ -62,6 +62,16 @@ class NoAttributes(Exception):
         raise Broken("attribute")
 
 
+class NoNewAttributes(Exception):
+    def __setattr__(self, name, value):
+        raise Broken("attribute")
+
+
+class Changeling(Exception):
+    def __reduce__(self):
+        return str, ("no exception",)
+
+
 RAISED = {
     "Broken": lambda: Broken("user"),
     "ZeroDivisionError": lambda: ZeroDivisionError("user"),
@@ -75,6 +85,8 @@ RAISED = {
     "NoText": NoText,
     "NoReduce": NoReduce,
     "NoAttributes": NoAttributes,
+    "NoNewAttributes": NoNewAttributes,
+    "Changeling": Changeling,
 }
 
 
