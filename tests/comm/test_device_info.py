@@ -205,13 +205,6 @@ def test_an_override_says_what_it_overrode(
     assert support.why.endswith("where otherwise it is not: it says no")
 
 
-def test_a_bad_variable_is_an_error_on_all_ranks(consensus, cache, monkeypatch):
-    if consensus.rank == consensus.size - 1:
-        monkeypatch.setenv("MPIDIST_CUDA_AWARE", "yes")
-    with pytest.raises(mpidist.LaunchError, match="must be 0 or 1, not 'yes'"):
-        find_support(consensus, None, GPU, index=0)
-
-
 @pytest.mark.mpi(min_size=2)
 def test_unlike_variables_are_an_error_on_all_ranks(consensus, cache, monkeypatch):
     if consensus.rank == 0:

@@ -369,27 +369,6 @@ def test_good_launches_pass(environ, size):
     check_launch(environ, size, "MPICH Version: 5.0")
 
 
-def test_a_job_that_is_started_wrongly_says_so_once():
-    """Not once for each of its processes, which do not know of each other."""
-    script = "import mpidist; mpidist.MirroredStrategy()"
-    one = f"{sys.executable} -c '{script}' & "
-    ended = launching.run(
-        ["sh", "-c", 3 * one + "wait"], PMI_SIZE="3", MPI_LOCALNRANKS=""
-    )
-    assert ended.stderr.count("mpidist.errors.LaunchError: ") == 1
-    assert "started 3 processes" in ended.stderr
-    assert ended.stderr.count("  File ") == 1
-
-
-def test_a_singleton_job_fails_before_it_computes():
-    code = "import mpidist; mpidist.MirroredStrategy(); print('computing')"
-    # As if the launcher of the other library had started it
-    ended = launching.run([sys.executable, "-c", code], SLURM_STEP_NUM_TASKS="2")
-    assert ended.returncode != 0
-    assert "computing" not in ended.stdout
-    assert "mpidist.errors.LaunchError: srun started 2 processes" in ended.stderr
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -446,16 +425,6 @@ def test_import_loads_no_heavy_library():
     loaded = {name.partition(".")[0] for name in modules}
     assert {"numpy", "h5py", "mpi4py"} <= loaded
     assert not loaded & {"cupy", "torch", "sklearn", "matplotlib", "scipy", "pandas"}
-
-
-def test_a_finalized_strategy_says_so(comm):
-    strategy = mpidist.MirroredStrategy(communicator=comm)
-    assert strategy.experimental_finalize() == []
-    assert strategy.experimental_finalize() == []
-    with pytest.raises(RuntimeError, match="finalized"):
-        strategy.reduce("SUM", 1.0)
-    with pytest.raises(RuntimeError, match="finalized"):
-        strategy.run(lambda: None)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import os
 import h5py
 import numpy as np
 import pytest
-from all_ranks import local, on_root
+from all_ranks import local
 
 import mpidist
 from mpidist import Dataset, Hdf5Writer
@@ -88,22 +88,6 @@ def test_rows_are_where_the_dataset_has_them(
         assert np.array_equal(read(path, "s"), expected.astype("S6"))
         assert np.array_equal(read(path, "b"), expected > 4)
         assert read(path, "none").shape == (len(expected), 0)
-
-
-def test_rows_of_a_compressed_file_are_where_it_has_them(comm, strategy, path):
-    source = path.with_name("source.h5")
-
-    def make():
-        with h5py.File(source, "w") as file:
-            file.create_dataset(
-                "x", data=np.arange(5000), chunks=(64,), compression="gzip"
-            )
-
-    on_root(comm, make)
-    dataset = Dataset.from_hdf5(source, "x").shuffle().batch(100)
-    batches = strategy.experimental_distribute_dataset(dataset)
-    write(strategy, path, batches, compression="gzip", chunk_rows=7)
-    assert np.array_equal(read(path), np.arange(5000))
 
 
 def test_the_rest_of_an_epoch_after_a_restore(strategy, path):

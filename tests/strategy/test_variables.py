@@ -245,8 +245,9 @@ def test_under_another_strategy_a_variable_is_refused(strategy, make_strategy):
 
 
 def test_a_shallow_copy_is_refused(strategy):
-    with pytest.raises(RuntimeError, match="deepcopy"):
-        copy.copy(make(strategy))
+    for thing in (strategy, make(strategy)):
+        with pytest.raises(RuntimeError, match="deepcopy"):
+            copy.copy(thing)
 
 
 # Integers that do not fit

@@ -59,13 +59,6 @@ def call(strategy, name, *args):
     return strategy.run(lambda: getattr(mpidist.get_replica_context(), name)(*args))
 
 
-def test_equal_calls_pass(consensus):
-    for timeout in (None, 60):
-        consensus.require_same(step({"a": [1, 2]}, op="SUM"), timeout=timeout)
-    ranks = consensus.gather_objects("ranks", lambda: consensus.rank)
-    assert ranks == list(range(consensus.size))
-
-
 def test_objects_that_are_equal_on_all_ranks_are_not_sent(comm, consensus, monkeypatch):
     sent, send = [], module._all_gather_bytes
     monkeypatch.setattr(
@@ -125,15 +118,6 @@ def test_an_error_goes_before_a_difference(comm, consensus):
     error = OSError("disk") if comm.rank == 0 else None
     with pytest.raises(OSError, match="disk"):
         consensus.require_same(CallSignature(f"step {comm.rank}"), error)
-
-
-def test_prepare_fails_where_the_others_meet_the_collective(comm, consensus):
-    with pytest.raises(ValueError, match="rank 0 cannot"), consensus.call("step") as it:
-        it.reserve(int, "1" if comm.rank else "rank 0 cannot")
-        it.agree()
-    with consensus.call("step") as it:
-        assert it.reserve(int, "1") == 1
-        it.agree()
 
 
 def test_other_operations_are_a_divergence_that_names_both(comm, consensus, several):
@@ -415,13 +399,6 @@ def test_options_that_differ(comm, strategy, several, field):
     options = mpidist.CommunicationOptions(**fields)
     with pytest.raises(mpidist.MismatchError, match=field):
         call(strategy, "all_reduce", "SUM", [1, 2], options)
-    require_usable(strategy)
-
-
-@pytest.mark.parametrize("args", [{}, None, 1])
-def test_bad_args_of_run_on_one_replica_are_an_error_on_all(comm, strategy, args):
-    with pytest.raises(mpidist.ArgumentError, match=f"args .* not {args}"):
-        strategy.run(lambda *_: None, args if comm.rank == comm.size - 1 else ())
     require_usable(strategy)
 
 
