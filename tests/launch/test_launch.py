@@ -318,10 +318,6 @@ def test_pytest_reports_a_failure_itself(tmp_path):
 @pytest.mark.parametrize(
     ("environ", "library", "command"),
     [
-        ({"SLURM_STEP_NUM_TASKS": "4"}, "Open MPI v5.0.11, package", "srun --mpi=pmix"),
-        ({"SLURM_STEP_NUM_TASKS": "4"}, "MPICH Version: 5.0", "srun --mpi=pmi2"),
-        ({"PMI_SIZE": "2"}, "Open MPI v5.0.11, package", "mpirun"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "MPICH Version: 5.0", "mpirun"),
         ({"SLURM_STEP_NUM_TASKS": "4"}, "CRAY MPICH version 8", "srun --mpi=cray"),
         (
             {"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": "4", "SLURM_MPI_TYPE": "pmi2"},
@@ -340,7 +336,7 @@ def test_pytest_reports_a_failure_itself(tmp_path):
         ),
     ],
 )
-def test_singletons_are_an_error_that_names_the_command(environ, library, command):
+def test_what_singletons_are_told(environ, library, command):
     with pytest.raises(mpidist.LaunchError, match=command) as caught:
         check_launch(environ, 1, library)
     name, text = next(iter(environ.items()))
@@ -351,8 +347,6 @@ def test_singletons_are_an_error_that_names_the_command(environ, library, comman
     ("environ", "size"),
     [
         ({}, 1),
-        ({"PMI_SIZE": "1"}, 1),
-        ({"PMI_SIZE": "2"}, 2),
         ({"SLURM_NTASKS": "4"}, 1),  # one process in a batch script
         ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "4294967290"}, 1),
         ({"SLURM_STEP_NUM_TASKS": "4", "MPIDIST_ALLOW_SINGLETON": "1"}, 1),

@@ -62,50 +62,6 @@ def test_the_default_strategy_gathers_nothing():
     check(mpidist.get_strategy().run(step), value)
 
 
-ONE = np.ones((2, 3))
-BAD = [
-    ((ONE, 2), mpidist.ArgumentError, "axis 2 is out of range for value"),
-    (([ONE, ONE[0]], -2), mpidist.ArgumentError, r"axis -2 .* value\[1\]"),
-    ((ONE, "0"), mpidist.ArgumentTypeError, "axis .* not '0'"),
-    ((ONE, None), mpidist.ArgumentTypeError, "axis .* not None"),
-    ((ONE, (0,)), mpidist.ArgumentTypeError, r"axis .* not \(0,\)"),
-    ((1.0, 0), mpidist.ArgumentError, "value is a scalar"),
-    (({"a": ONE, "b": np.int8(1)}, 0), mpidist.ArgumentError, r"value\['b'\] is a sc"),
-    (("text", 0), mpidist.ArgumentTypeError, "value must be .* not 'text'"),
-    ((np.array([None]), 0), mpidist.DTypeError, "value has dtype object"),
-]
-
-
-@pytest.mark.parametrize(("args", "error", "match"), BAD)
-def test_one_bad_argument_is_an_error_on_all(gather, strategy, args, error, match):
-    n, rank = strategy.num_replicas_in_sync, strategy.extended.replica_id
-    with pytest.raises(error, match=match) as info:
-        gather(*(args if rank == n - 1 else (ONE, 0)))
-    assert type(info.value) is error
-    assert n == 1 or info.value.origin_rank == n - 1
-    check(gather(np.ones(1), 0), np.ones(n))
-
-
-UNLIKE = [
-    ((ONE, 1), "axis is 0 on .*; 1 on {last}"),
-    ((ONE[:, :2], 0), r"value is float64 .*3\) on .*; float64 .*2\) on {last}"),
-    ((ONE[0], 0), "value is .* on .*; .* on {last}"),
-    ((ONE > 0, 0), "value is float64 .* on .*; bool .* on {last}"),
-    (([ONE], 0), "the structure of value is .* on .*; .* on {last}"),
-]
-
-
-@pytest.mark.parametrize(("args", "match"), UNLIKE)
-def test_unlike_arguments_are_an_error_on_all(gather, strategy, args, match):
-    n, rank = strategy.num_replicas_in_sync, strategy.extended.replica_id
-    if n == 1:
-        pytest.skip("replicas can differ only where there are several")
-    match = match.format(last=f"rank {n - 1}")
-    with pytest.raises(mpidist.MismatchError, match=f"gather: .* differ: {match}$"):
-        gather(*(args if rank == n - 1 else (ONE, 0)))
-    check(gather(np.ones(1), 0), np.ones(n))
-
-
 def test_text_is_told_where_to_go(strategy, comm):
     with pytest.raises(mpidist.ArgumentTypeError, match=r"\[1\] must be .*gather_obj"):
         strategy.gather([np.ones(1), "text"], axis=0)

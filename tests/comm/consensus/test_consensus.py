@@ -351,6 +351,18 @@ BAD = [
 ]
 BAD = [("reduce", *row) for row in BAD]
 BAD += [("all_reduce", *row) for _, *row in BAD if len(row[0]) == 2]
+OF_GATHER = [
+    ((ONE, 2), mpidist.ArgumentError, "axis 2 is out of range for value"),
+    (([ONE, ONE[0]], -2), mpidist.ArgumentError, r"axis -2 .* value\[1\]"),
+    ((ONE, "0"), mpidist.ArgumentTypeError, "axis .* not '0'"),
+    ((ONE, None), mpidist.ArgumentTypeError, "axis .* not None"),
+    ((ONE, (0,)), mpidist.ArgumentTypeError, r"axis .* not \(0,\)"),
+    ((1.0, 0), mpidist.ArgumentError, "value is a scalar"),
+    (({"a": ONE, "b": np.int8(1)}, 0), mpidist.ArgumentError, r"value\['b'\] is a sc"),
+    (("text", 0), mpidist.ArgumentTypeError, "value must be .* not 'text'"),
+    ((np.array([None]), 0), mpidist.DTypeError, "value has dtype object"),
+]
+BAD += [(name, *row) for name in ("gather", "all_gather") for row in OF_GATHER]
 
 
 @pytest.mark.parametrize(("name", "args", "error", "match"), BAD)
@@ -371,8 +383,18 @@ UNLIKE = [
 ]
 
 
-@pytest.mark.parametrize(("args", "match"), UNLIKE)
-@pytest.mark.parametrize("name", ["reduce", "all_reduce"])
+UNLIKE = [(name, *row) for name in ("reduce", "all_reduce") for row in UNLIKE]
+OF_GATHER = [
+    ((ONE, 1), "axis is 0 on {others}; 1 on {last}"),
+    ((ONE[:, :2], 0), r"value is float64 .*3\) on {others}; float64 .*2\) on {last}"),
+    ((ONE[0], 0), "value is .* on {others}; .* on {last}"),
+    ((ONE > 0, 0), "value is float64 .* on {others}; bool .* on {last}"),
+    (([ONE], 0), "the structure of value is .* on {others}; .* on {last}"),
+]
+UNLIKE += [(name, *row) for name in ("gather", "all_gather") for row in OF_GATHER]
+
+
+@pytest.mark.parametrize(("name", "args", "match"), UNLIKE)
 def test_unlike_arguments(comm, strategy, several, name, args, match):
     match = match.format(others=all_but_last(comm), last=f"rank {several}")
     with pytest.raises(mpidist.MismatchError, match=f"{name}: .* differ: {match}$"):
