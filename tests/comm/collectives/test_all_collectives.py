@@ -3,7 +3,6 @@
 import collections
 import itertools
 import resource
-import threading
 import warnings
 from pathlib import Path
 
@@ -154,30 +153,6 @@ def test_an_exception_of_a_signal_handler_is_announced(
     for _ in range(2 if rank == last else 3):
         with pytest.raises(mpidist.CollectiveError):
             collective(strategy, value)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_two_threads_get_their_own_results(strategy, rank, collective, size):
-    values = [np.full(size, i + rank + 1.0) for i in range(4)]
-    expected = [collective(strategy, value) for value in values]
-    totals, errors = [], []
-
-    def other():
-        try:
-            with strategy.scope():
-                totals.extend(strategy.reduce("SUM", i + 1.0) for i in range(20))
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=other, name="other")
-    thread.start()
-    found = [collective(strategy, value) for value in values * 3]
-    thread.join()
-    for one, result in zip(found, expected * 3, strict=True):
-        same(one, result)
-    n = strategy.num_replicas_in_sync
-    assert errors == []
-    assert totals == [n * (i + 1.0) for i in range(20)]
 
 
 @pytest.mark.parametrize("size", SIZES)
