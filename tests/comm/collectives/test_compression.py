@@ -1,5 +1,7 @@
 """Numbers that travel as float16 or bfloat16, and sums whose every bit is known."""
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -146,6 +148,19 @@ def test_other_compressions_are_refused(name):
 def test_reproducible_is_true_or_false():
     with pytest.raises(mpidist.ArgumentTypeError, match="reproducible must be"):
         CommunicationOptions(reproducible="yes")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_every_bit_is_that_of_adding_in_the_order_of_the_ranks(
+    comm, over_nodes, implementation
+):
+    """The model of calls has other dtypes, packs and operations."""
+    options = CommunicationOptions(implementation=implementation, reproducible=True)
+    for count in (1, 1000, 130_000):
+        parts = [random_numbers(rank, count) for rank in range(comm.size)]
+        ops = over_nodes.extended.cross_device_ops
+        found = ops.reduce("SUM", parts[comm.rank], "CPU:0", options) + 0
+        assert found.tobytes() == functools.reduce(np.add, parts).tobytes()
 
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])

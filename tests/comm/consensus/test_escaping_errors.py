@@ -130,6 +130,26 @@ def test_an_exception_at_any_line(comm, make_strategy, name, size):
             call = CALLS[name](strategy, np.ones(size), comm.size)
 
 
+class Closed(Exception):
+    def __setattr__(self, name, value):
+        raise KeyError(name)
+
+    def __reduce__(self):
+        return str, ("no exception",)
+
+
+def test_an_exception_whose_class_fails(comm, strategy):
+    """One of many such classes: the model of calls raises others."""
+
+    def step():
+        if comm.rank == comm.size - 1:
+            raise Closed("mine")
+
+    with pytest.raises(Closed if comm.rank == comm.size - 1 else Exception):
+        strategy.run(step)
+    assert strategy.reduce("SUM", 1.0) == comm.size
+
+
 @pytest.mark.mpi(min_size=2)
 def test_an_error_that_a_scope_swallows_is_not_forgotten(comm, strategy):
     """One rank lacks a result of its step, and says nothing."""
