@@ -15,7 +15,6 @@ import pytest
 from all_ranks import local
 
 import mpidist
-from mpidist.util.shares import BatchShare
 
 DOCS = Path(__file__).parents[1] / "docs"
 sys.path.append(str(DOCS))
@@ -109,27 +108,6 @@ def test_the_pages_device_lists(comm):
     assert strategy.num_replicas_in_sync == comm.size
     assert strategy.extended.device == binding[strategy.extended.topology.local_rank]
     strategy.experimental_finalize()
-
-
-def test_gpus_that_are_not_there_are_an_error_by_name(comm):
-    from mpidist.device import binding
-
-    if binding.gpu_count():
-        pytest.skip("this machine has a GPU")
-    with pytest.raises(mpidist.LaunchError, match="GPU:0 cannot be used"):
-        mpidist.MirroredStrategy(["GPU:0"], communicator=comm)
-
-
-def test_the_slices_are_those_of_the_specification():
-    for rows, replicas, sizes in [
-        (6, 2, [3, 3]),
-        (7, 4, [2, 2, 2, 1]),
-        (5, 4, [2, 2, 1, 0]),
-        (9, 4, [3, 3, 3, 0]),
-        (1, 4, [1, 0, 0, 0]),
-    ]:
-        slices = [BatchShare(replicas, r).of(rows) for r in range(replicas)]
-        assert [s.stop - s.start for s in slices] == sizes
 
 
 def names_of(inventory):

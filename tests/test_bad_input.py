@@ -19,7 +19,7 @@ from mpidist import Dataset
 from mpidist.comm.transports.tuning import Layout, find_table
 from mpidist.launch.launchers import check_launch
 from mpidist.util import validation
-from mpidist.util.settings import BANNER, SETTINGS, hang_seconds
+from mpidist.util.settings import SETTINGS, hang_seconds
 
 PURE = settings(derandomize=True, database=None, deadline=None, max_examples=50)
 SWITCHES = "ALLOW_SHARED_GPU ALLOW_SINGLETON BANNER BIND_GPU CUDA_AWARE FULL_TRACEBACKS"
@@ -553,16 +553,6 @@ def test_variables_that_are_0_or_1_or_empty(comm, monkeypatch, name, text):
     strategy.experimental_finalize()
     (setting,) = (setting for setting in SETTINGS if setting.name == name)
     assert setting.read() == (setting.default if text == "" else text == "1")
-
-
-@PURE
-@given(st.text())
-def test_a_switch_is_0_or_1_or_nothing(text):
-    if text in ("", "0", "1"):
-        assert BANNER.read({"MPIDIST_BANNER": text}) in (None, 0, 1)
-    else:
-        with pytest.raises(mpidist.LaunchError, match=r"^MPIDIST_BANNER must be 0"):
-            BANNER.read({"MPIDIST_BANNER": text})
 
 
 def test_one_process_on_purpose_needs_a_1():

@@ -245,18 +245,6 @@ def test_merge_call_runs_in_cross_replica_context(strategy):
     assert local(strategy.run(step)) == n * (n - 1) // 2
 
 
-def test_an_exception_in_a_merge_function_is_raised_on_all(strategy):
-    def merge(current):
-        if current.extended.replica_id == 0:
-            raise KeyError("in merge")
-        current.reduce("SUM", 1.0)
-
-    with pytest.raises(KeyError, match="in merge"):
-        strategy.run(lambda: mpidist.get_replica_context().merge_call(merge))
-    assert not mpidist.has_strategy()
-    assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
-
-
 @pytest.mark.mpi(min_size=2)
 def test_unequal_numbers_of_merge_calls_raise_on_all(strategy):
     def step():
@@ -297,52 +285,6 @@ def test_values_from_a_function_that_fails_on_one_replica(strategy):
 
     with pytest.raises(LookupError, match="nothing there"):
         strategy.experimental_distribute_values_from_function(make)
-    assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
-
-
-def first_replica_fails():
-    if mpidist.get_replica_context().replica_id_in_sync_group == 0:
-        raise KeyError("first")
-
-
-def test_a_replica_that_swallows_the_others_error_is_still_told(strategy):
-    def step():
-        first_replica_fails()
-        for _ in range(2):
-            with pytest.raises(KeyError, match="first"):
-                mpidist.get_replica_context().all_reduce("SUM", 1.0)
-        return 5
-
-    with pytest.raises(KeyError, match="first"):
-        strategy.run(step)
-    assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
-
-
-def test_an_error_in_a_merge_function_can_be_caught_in_the_replica_function(strategy):
-    def merge(current):
-        if current.extended.replica_id == 0:
-            raise KeyError("in merge")
-        current.reduce("SUM", 1.0)
-
-    def step():
-        context = mpidist.get_replica_context()
-        with pytest.raises(KeyError, match="in merge"):
-            context.merge_call(merge)
-        return context.all_reduce("SUM", 1)
-
-    assert local(strategy.run(step)) == strategy.num_replicas_in_sync
-
-
-def test_an_error_outside_a_merge_function_ends_it(strategy):
-    def merge(current):
-        current.reduce("SUM", 1.0)
-
-    def step():
-        first_replica_fails()
-        mpidist.get_replica_context().merge_call(merge)
-
-    with pytest.raises(KeyError, match="first"):
-        strategy.run(step)
     assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
 
 

@@ -6,6 +6,7 @@ import h5py
 import launching
 import numpy as np
 import pytest
+from all_ranks import on_root
 
 import mpidist
 
@@ -115,35 +116,32 @@ def test_the_offset_defeats_the_naive_formula(comm, mpi_tmp_path):
     assert np.abs(naive - covariance).max() > 0.1 * np.abs(covariance).max()
 
 
-def test_an_outlier_in_the_first_row_does_no_harm(job, comm, strategy, mpi_tmp_path):
+def with_outlier():
     rows = correlated(30)
     rows[0] *= 1e6
-    files = write_files(comm, mpi_tmp_path, rows, [30])
-    job.main(arguments(files, mpi_tmp_path / "pca.h5", 1), strategy)
-    check(read(mpi_tmp_path / "pca.h5"), files, 1)
+    return rows
 
 
-def test_fewer_rows_than_ranks(job, comm, strategy, mpi_tmp_path):
-    files = write_files(comm, mpi_tmp_path, correlated(2, offset=1e8), [1, 1])
+def of_dtype(dtype):
+    return (correlated(25, shape=(3,)) * 20 + 100).astype(dtype)
+
+
+# Rows, how files divide them, and the number of components
+ROWS = {
+    "an outlier in the first row": (with_outlier(), [30], 1),
+    "fewer than ranks": (correlated(2, offset=1e8), [1, 1], 1),
+    "numbers": (correlated(9, shape=()), [9], 1),
+    **{d: (of_dtype(d), [10, 15], 3) for d in ("u1", ">i4", "f4", "f2")},
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_other_rows(job, comm, strategy, mpi_tmp_path, case):
+    rows, lengths, components = ROWS[case]
+    files = write_files(comm, mpi_tmp_path, rows, lengths)
     output = mpi_tmp_path / "pca.h5"
-    job.main(arguments(files, output, 1, 8, "--scores"), strategy)
-    check(read(output), files, 1)
-
-
-@pytest.mark.parametrize("dtype", ["u1", ">i4", "f4", "f2"])
-def test_other_dtypes_are_summed_in_float64(job, comm, strategy, mpi_tmp_path, dtype):
-    rows = (correlated(25, shape=(3,)) * 20 + 100).astype(dtype)
-    files = write_files(comm, mpi_tmp_path, rows, [10, 15])
-    output = mpi_tmp_path / "pca.h5"
-    job.main(arguments(files, output, 3, 8, "--scores"), strategy)
-    check(read(output), files, 3)
-
-
-def test_rows_that_are_numbers(job, comm, strategy, mpi_tmp_path):
-    files = write_files(comm, mpi_tmp_path, correlated(9, shape=()), [9])
-    output = mpi_tmp_path / "pca.h5"
-    job.main(arguments(files, output, 1, 4, "--scores"), strategy)
-    check(read(output), files, 1)
+    job.main(arguments(files, output, components, 8, "--scores"), strategy)
+    check(read(output), files, components)
 
 
 def test_results_do_not_depend_on_the_number_of_ranks(
@@ -210,87 +208,88 @@ def test_without_scores_an_older_output_is_replaced(job, comm, strategy, mpi_tmp
     assert sorted(p.name for p in mpi_tmp_path.iterdir()) == ["0.h5", "pca.h5"]
 
 
-class TestFailures:
-    """All ranks raise, an older output stays as it was, and nothing is left behind."""
+def with_nan():
+    rows = correlated(12, shape=(4,))
+    rows[11, 2] = np.nan
+    return rows
 
-    @pytest.fixture
-    def fails(self, job, comm, strategy, mpi_tmp_path):
-        output = mpi_tmp_path / "pca.h5"
 
-        def fails(kind, match, given):
-            if comm.rank == 0:
-                output.write_bytes(b"an older result")
-            comm.Barrier()
-            before = sorted(mpi_tmp_path.iterdir())
-            comm.Barrier()
-            with pytest.raises(kind, match=match) as caught:
-                job.main(given, strategy)
-            texts = comm.allgather(str(caught.value))
-            assert len(set(texts)) == 1
-            assert sorted(mpi_tmp_path.iterdir()) == before
-            assert output.read_bytes() == b"an older result"
-            # The strategy can go on
-            assert strategy.reduce("SUM", 1) == comm.size
+def unlike(given, name):
+    given[given.index("rows")] = name
+    return given
 
-        return fails
 
-    @pytest.fixture
-    def files(self, comm, mpi_tmp_path):
-        return write_files(comm, mpi_tmp_path, correlated(12), [5, 7])
+# The rows of the files, their number, how it is called, and the error
+TWELVE = correlated(12)
+FAILURES = {
+    "no output folder": (
+        *(TWELVE, 2, lambda f, out: arguments(f, out.parent / "none" / "pca.h5")),
+        *(mpidist.ArgumentError, "there is no folder"),
+    ),
+    "output is a folder": (
+        *(TWELVE, 2, lambda f, out: arguments(f, out.parent)),
+        *(mpidist.ArgumentError, "is a folder"),
+    ),
+    "output is an input": (
+        *(TWELVE, 2, lambda f, out: arguments(f, f[1])),
+        *(mpidist.ArgumentError, "one of the input files"),
+    ),
+    "no input file": (
+        *(TWELVE, 2, lambda f, out: arguments([*f, "missing.h5"], out)),
+        *(mpidist.DataError, "missing.h5"),
+    ),
+    # Of one file, as each rank raises the error of the file that it has looked at
+    "no input dataset": (
+        *(TWELVE, 1, lambda f, out: unlike(arguments(f, out), "columns")),
+        *(mpidist.DataError, "no dataset 'columns'"),
+    ),
+    "too many components": (
+        *(TWELVE, 2, lambda f, out: arguments(f, out, 7), mpidist.ArgumentError),
+        "--components 7 is too many: 12 rows of 6 features have 6",
+    ),
+    "no rows": (correlated(0), 1, arguments, mpidist.DataError, "there are 0"),
+    "one row": (correlated(1), 1, arguments, mpidist.DataError, "there are 1"),
+    "a nan that one rank reads": (
+        *(with_nan(), 1, lambda f, out: arguments(f, out, 2, 4)),
+        *(mpidist.DataError, re.escape("features [2]")),
+    ),
+    "complex numbers": (
+        *(np.ones((4, 2), complex), 1, arguments),
+        *(mpidist.DataError, "not complex128"),
+    ),
+    "a write that fails": (
+        *(TWELVE, 2, lambda f, out: arguments(f, out, 2, 8, "--scores")),
+        *(OSError, "No space left"),
+    ),
+}
 
-    def test_no_output_folder(self, fails, files, mpi_tmp_path):
-        missing = mpi_tmp_path / "missing" / "pca.h5"
-        fails(mpidist.ArgumentError, "there is no folder", arguments(files, missing))
 
-    def test_output_is_a_folder(self, fails, files, mpi_tmp_path):
-        given = arguments(files, mpi_tmp_path)
-        fails(mpidist.ArgumentError, "is a folder", given)
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_failure_is_raised_on_all_ranks_and_leaves_what_was_there(
+    job, comm, strategy, mpi_tmp_path, monkeypatch, case
+):
+    rows, count, call, kind, match = FAILURES[case]
+    lengths = [len(rows) // count] * count
+    files, output = (
+        write_files(comm, mpi_tmp_path, rows, lengths),
+        mpi_tmp_path / "pca.h5",
+    )
+    on_root(comm, output.write_bytes, b"an older result")
+    before = sorted(mpi_tmp_path.iterdir())
+    comm.Barrier()
 
-    def test_output_is_an_input(self, fails, files):
-        given = arguments(files, files[1])
-        fails(mpidist.ArgumentError, "one of the input files", given)
+    def full(*_):
+        raise OSError(28, "No space left on device")
 
-    def test_no_input_file(self, fails, files, mpi_tmp_path):
-        given = arguments([*files, "missing.h5"], mpi_tmp_path / "pca.h5")
-        fails(mpidist.DataError, "missing.h5", given)
-
-    def test_no_input_dataset(self, fails, files, mpi_tmp_path):
-        # Of one file, as each rank raises the error of the file that it has looked at
-        given = arguments(files[:1], mpi_tmp_path / "pca.h5")
-        given[given.index("rows")] = "columns"
-        fails(mpidist.DataError, "no dataset 'columns'", given)
-
-    def test_too_many_components(self, fails, files, mpi_tmp_path):
-        given = arguments(files, mpi_tmp_path / "pca.h5", 7)
-        match = "--components 7 is too many: 12 rows of 6 features have 6"
-        fails(mpidist.ArgumentError, match, given)
-
-    @pytest.mark.parametrize("rows", [0, 1])
-    def test_too_few_rows(self, fails, comm, mpi_tmp_path, rows):
-        files = write_files(comm, mpi_tmp_path, correlated(rows), [rows])
-        given = arguments(files, mpi_tmp_path / "pca.h5", 1)
-        fails(mpidist.DataError, f"there are {rows}", given)
-
-    def test_a_nan_that_one_rank_reads(self, fails, comm, mpi_tmp_path):
-        rows = correlated(12, shape=(4,))
-        rows[11, 2] = np.nan
-        files = write_files(comm, mpi_tmp_path, rows, [12])
-        given = arguments(files, mpi_tmp_path / "pca.h5", 2, 4)
-        fails(mpidist.DataError, re.escape("features [2]"), given)
-
-    def test_complex_numbers(self, fails, comm, mpi_tmp_path):
-        rows = np.ones((4, 2), complex)
-        files = write_files(comm, mpi_tmp_path, rows, [4])
-        given = arguments(files, mpi_tmp_path / "pca.h5", 1)
-        fails(mpidist.DataError, "not complex128", given)
-
-    def test_a_write_that_fails(self, fails, job, files, mpi_tmp_path, monkeypatch):
-        def full(*_):
-            raise OSError(28, "No space left on device")
-
+    if kind is OSError:
         monkeypatch.setattr(job.ResultFile, "append_scores", full)
-        given = arguments(files, mpi_tmp_path / "pca.h5", 2, 8, "--scores")
-        fails(OSError, "No space left", given)
+    with pytest.raises(kind, match=match) as caught:
+        job.main(call(files, output), strategy)
+    assert len(set(comm.allgather(str(caught.value)))) == 1
+    assert sorted(mpi_tmp_path.iterdir()) == before
+    assert output.read_bytes() == b"an older result"
+    # The strategy can go on
+    assert strategy.reduce("SUM", 1) == comm.size
 
 
 def test_files_left_out_tell_how_to_use_it(job, comm, strategy, capsys):

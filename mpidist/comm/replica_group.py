@@ -272,14 +272,16 @@ class ReplicaGroup:
         """Return the recorders of other threads' communicators. Not collective."""
         return [] if self.sides is None else list(self.sides.recorders())
 
-    def register(self, variable: Any) -> int:
-        """Register a variable; return its number. Not collective.
+    def new_number(self) -> int:
+        """Return the number of a variable that is to be. Not collective.
 
         Variables are created in the same order on all replicas, so the numbers agree.
         """
-        number = next(self._numbers)
+        return next(self._numbers)
+
+    def register(self, variable: Any, number: int) -> None:
+        """Register a variable, which has its value. Not collective."""
         self._variables[number] = variable
-        return number
 
     @property
     def variables(self) -> dict[int, Any]:

@@ -147,7 +147,7 @@ class Variable(ArrayView, DistributedValues):
         self._strategy = context.get_strategy()
         self._is_default = not context.has_strategy()
         extended = self._extended = self._strategy.extended
-        number = extended.register(self)
+        number = extended.new_number()
         self._name = name if isinstance(name, str) else f"Variable_{number}"
         self._constraint = constraint
         self._root: Any = None  # see `__getitem__`
@@ -179,6 +179,7 @@ class Variable(ArrayView, DistributedValues):
         )
         self._number = _number_class(local)
         super().__init__((make_read_only(local),), (extended.replica_id,))
+        extended.register(self, number)
 
     @property
     def name(self) -> str:
@@ -739,7 +740,7 @@ class Variable(ArrayView, DistributedValues):
         twin.__dict__.update(self.__dict__)
         twin._values = (make_read_only(self.local.copy()),)
         twin._root = None
-        self._extended.register(twin)
+        self._extended.register(twin, self._extended.new_number())
         return twin
 
     def __repr__(self) -> str:

@@ -7,16 +7,12 @@ import types
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import mpidist
 from mpidist.device import arrays, binding
-from mpidist.util import dtypes
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 VALUES = np.arange(6, dtype="f4").reshape(2, 3)
-PURE = settings(derandomize=True, deadline=None)
 
 
 class Exchanged:
@@ -104,27 +100,12 @@ def test_buffers_and_numbers_are_arrays(value, expected):
     assert np.array_equal(result, expected)
 
 
-@pytest.mark.parametrize("dtype", [">f8", ">i2", ">c8", ">U2", [("x", ">i4")]])
-def test_big_endian_arrays_become_native(dtype):
-    value = np.arange(3).astype(dtype)
-    result = arrays.to_array(value)
-    assert result.dtype.isnative
-    assert result.dtype == value.dtype.newbyteorder("=")
-    assert np.array_equal(result, value)
-
-
 @pytest.mark.parametrize("value", [None, "text", b"bytes", [1, 2], {1}, object(), int])
 def test_what_is_no_array_is_refused_by_name_and_type(value):
     with pytest.raises(mpidist.ArgumentTypeError) as info:
         arrays.to_array(value, "batch['x']")
     start, kind = f"batch['x'] must be an array or a number, not {value!r}", type(value)
     assert str(info.value) == f"{start} (builtins.{kind.__name__})"
-
-
-@pytest.mark.parametrize("value", [np.array([None]), np.array([{}])])
-def test_arrays_of_objects_are_refused(value):
-    with pytest.raises(mpidist.DTypeError, match="loss has dtype object"):
-        arrays.to_array(value, "loss")
 
 
 def test_integers_of_more_than_64_bits_are_refused():
@@ -136,29 +117,6 @@ def test_an_array_that_cannot_be_exchanged_says_why():
     value = Exchanged(np.array(["text"]))
     with pytest.raises(mpidist.ArgumentTypeError, match="Exchanged, cannot be taken"):
         arrays.to_array(value)
-
-
-@PURE
-@given(
-    st.integers(-(2**63), 2**64 - 1)
-    | st.floats(allow_nan=False)
-    | st.complex_numbers(allow_nan=False)
-    | st.booleans()
-)
-def test_python_numbers_come_back_as_they_went_in(number):
-    result = arrays.like(arrays.to_array(number), number)
-    assert (type(result), result) == (type(number), number)
-
-
-SCALARS = [np.float16(1), np.float32(1), np.int8(1), np.uint64(1), np.complex64(1)]
-SCALARS += [np.bool_(True), np.longdouble(1), BFLOAT16.type(1)]
-SCALARS += [np.float64(1), np.complex128(1)]
-
-
-@pytest.mark.parametrize("scalar", SCALARS)
-def test_array_scalars_come_back_as_array_scalars(scalar):
-    result = arrays.like(arrays.to_array(scalar), scalar)
-    assert (type(result), result) == (type(scalar), scalar)
 
 
 @pytest.mark.parametrize(
@@ -180,31 +138,6 @@ def test_arrays_of_another_library_come_back_as_its_own(monkeypatch, shape):
     assert type(back) is Exchanged
     assert np.shares_memory(back.values, result) or result.size == 0
     assert back.values.shape == shape
-
-
-FLOATS = ["f2", BFLOAT16, "f4", "f8", "g", "c8", "c16"]
-INTEGERS = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"]
-
-
-@pytest.mark.parametrize("dtype", [np.dtype(x) for x in FLOATS + INTEGERS], ids=str)
-def test_dtypes_of_sums_and_means(dtype):
-    is_half, is_float = dtype in ("f2", BFLOAT16), dtype.char not in "bhilqBHILQ"
-    assert dtypes.is_float16(dtype) is is_half
-    assert dtypes.is_floating(dtype) is is_float
-    assert dtypes.accumulator_dtype(dtype) == ("f4" if is_half else dtype)
-    assert dtypes.mean_dtype(dtype) == (dtype if is_float else "f8")
-
-
-@pytest.mark.parametrize(
-    "dtype", ["?", "U3", "S3", "M8[s]", "m8[s]", "V4", [("x", "f4")]]
-)
-@pytest.mark.parametrize("fn", [dtypes.accumulator_dtype, dtypes.mean_dtype])
-def test_dtypes_that_cannot_be_added_are_refused_by_name(fn, dtype):
-    dtype = np.dtype(dtype)
-    with pytest.raises(mpidist.DTypeError) as info:
-        fn(dtype, "loss")
-    assert str(info.value).startswith(f"loss has dtype {dtype}, which cannot be")
-    assert not dtypes.is_floating(dtype)
 
 
 def test_on_the_cpu_nothing_moves():

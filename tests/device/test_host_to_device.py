@@ -4,6 +4,8 @@ All but a few tests run on a device of threads too; see `thread_streams`.
 """
 
 import collections
+import math
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -131,50 +133,111 @@ def go_on(ahead, *, steps, uploads, size=lambda step: 300):
             yield step - ahead, take(under_way.popleft())
 
 
+TEXT = np.array(["one", "two"])
 DTYPES = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"]
+DTYPES += ["c8", "c16", ">f8", ">i2", ">c8"]
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, "c8", "c16", ">f8", ">i2", ">c8"])
-@pytest.mark.parametrize("shape", [(), (1,), (5, 3), (0, 4), (2, 0, 3)])
-def test_every_dtype_and_shape_arrives(device, uploads, dtype, shape):
-    values = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
-    array = take(uploads.upload(values))
-    assert array.dtype == values.dtype.newbyteorder("=")
-    assert array.shape == shape
-    np.testing.assert_array_equal(device.read(array), values)
+SHAPES = [(), (1,), (5, 3), (0, 4), (2, 0, 3), (997,), (60, 50)]
+LAYOUTS = [
+    *(lambda a: a, lambda a: a[()], lambda a: a.T),
+    lambda a: a[::-1] if a.ndim else a,
+    lambda a: np.broadcast_to(a, (3, *a.shape)),
+]
+LARGE = 50_000  # numbers: more than it is worth to pack
+PARTS = [
+    *(lambda a: a, lambda a: a[:5], lambda a: a[len(a) // 2 :].view("f8")),
+    lambda a: a.reshape(10, -1).T,
+    lambda a: a.reshape(10, -1)[:, ::2],
+    lambda a: a.view(">i8"),
+]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        np.arange(60.0).reshape(3, 4, 5).T,
-        np.arange(60.0).reshape(6, 10)[::2, ::-3],
-        np.broadcast_to(np.arange(3), (7, 3)),
-        np.float32(2.5),
-        np.bool_(True),
-    ],
-)
-def test_any_layout_arrives_contiguous(device, uploads, values):
-    array = take(uploads.upload(values))
-    assert array.flags.c_contiguous
-    assert array.dtype == values.dtype
-    np.testing.assert_array_equal(device.read(array), values)
+def read(buffers, step, n=LARGE):
+    """What a reader would have read into memory that is used again."""
+    array = buffers.empty((n,), np.dtype(np.int64))
+    array[:] = rows(step, n)
+    return array
 
 
-def test_a_nest_arrives_as_it_was(device, uploads):
-    batch = {
-        "b": [np.arange(3), (np.arange(700, dtype="f4"),)],
-        "a": Pair(np.zeros((0, 2)), np.array([True])),
-        "text": np.array(["one", "two"]),
-    }
-    found = take(uploads.upload(batch))
-    assert list(found) == list(batch)
-    assert type(found["a"]) is Pair
-    assert found["text"] is batch["text"]
-    np.testing.assert_array_equal(device.read(found["b"][0]), np.arange(3))
-    np.testing.assert_array_equal(device.read(found["b"][1][0]), np.arange(700))
-    assert device.read(found["a"].x).shape == (0, 2)
-    assert device.read(found["a"].y).tolist() == [True]
+def draw_leaf(device, buffers, draw, step):
+    """Return an array that lies somewhere, and its values."""
+    where = draw.choice(["host", "host", "page-locked", "device"])
+    if where == "device":
+        values = rows(step, draw.randrange(400))
+        return device.make(values), values
+    if where == "page-locked":
+        array = read(buffers, step, draw.choice([10, LARGE, 4 * LARGE]))
+        array = draw.choice(PARTS)(array)
+        return array, np.array(array)
+    shape = draw.choice(SHAPES)
+    values = rows(step % 9, math.prod(shape)).reshape(shape)
+    values = values.astype(draw.choice(DTYPES))
+    array = draw.choice(LAYOUTS)(values)
+    return array, np.array(array)
+
+
+def draw_batch(*arguments):
+    """Return a nest of arrays, and of their values."""
+    leaves = [draw_leaf(*arguments) for _ in range(5)]
+    nests = [
+        {"b": [b, (c,)], "a": Pair(d, e), "text": TEXT, "z": a}
+        for a, b, c, d, e in zip(*leaves)
+    ]
+    return nests if arguments[2].random() < 0.5 else leaves[0]
+
+
+def require_equal(device, found, expected):
+    """Compare the arrays of a nest, which are contiguous by now."""
+    if expected is TEXT:
+        assert found is TEXT
+    elif isinstance(expected, np.ndarray):
+        assert found.dtype == expected.dtype.newbyteorder("=")
+        np.testing.assert_array_equal(device.read(found), expected)
+        assert found.flags.c_contiguous
+    else:
+        assert type(found) is type(expected)
+        assert len(found) == len(expected)
+        for key in expected if isinstance(expected, dict) else range(len(expected)):
+            require_equal(device, found[key], expected[key])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_uploaded_arrives(device, seed):
+    """By two iterations, side by side and one after the other, kept or forgotten."""
+    draw, buffers = random.Random(seed), Buffers()
+    buffers.allocate_by(page_locked(device.stream))
+    iterations = [(Uploads(device.stream), collections.deque()) for _ in range(2)]
+    kept, results = [], []
+    for step in range(80):
+        number = draw.randrange(2)
+        uploads, under_way = iterations[number]
+        if draw.random() < 0.5 or not under_way:
+            batch, expected = draw_batch(device, buffers, draw, step)
+            under_way.append((uploads.upload(batch), expected))
+            del batch  # what it was made of may have its memory
+            number = rows(step, 300)
+            under_way.append((uploads.upload(number), number.copy()))
+            number[:] = -1
+        elif draw.random() < 0.1:
+            uploads.close()
+            taken = [(take(upload), expected) for upload, expected in under_way]
+            kept += taken
+            iterations[number] = Uploads(device.stream), collections.deque()
+        else:
+            upload, expected = under_way.popleft()
+            found = take(upload)
+            if getattr(expected, "dtype", None) == np.int64 and draw.random() < 0.7:
+                results.append((device.add_one(found), expected + 1))
+            else:
+                kept.append((found, expected))
+            del upload, found
+        for found, expected in draw.sample(kept, min(1, len(kept))):
+            require_equal(device, found, expected)
+    for found, expected in kept + results:
+        require_equal(device, found, expected)
+    for uploads, _ in iterations:
+        uploads.close()
 
 
 @pytest.mark.parametrize(
@@ -191,29 +254,6 @@ def test_a_nest_arrives_as_it_was(device, uploads):
 def test_what_a_device_cannot_hold_stays_where_it_is(uploads, values):
     batch = {"values": values}
     assert take(uploads.upload(batch)) is batch
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-@pytest.mark.parametrize(
-    "size",
-    [lambda step: 300, lambda step: 10 + 50 * step, lambda step: 7919 * step % 997],
-    ids=["same", "growing", "varying"],
-)
-def test_batches_that_are_kept_stay_as_they_are(device, uploads, ahead, size):
-    kept = list(go_on(ahead, steps=30, uploads=uploads, size=size))
-    assert [step for step, _ in kept] == list(range(30))
-    for step, array in kept:
-        np.testing.assert_array_equal(device.read(array), rows(step, size(step)))
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_batches_may_be_forgotten_while_they_are_used(device, uploads, ahead):
-    results = []
-    for _, array in go_on(ahead, steps=30, uploads=uploads):
-        results.append(device.add_one(array))
-        del array
-    for step, result in enumerate(results):
-        np.testing.assert_array_equal(device.read(result), rows(step, 300) + 1)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
@@ -298,32 +338,6 @@ def test_what_is_uploaded_after_closing_is_waited_for_at_once(threads):
     np.testing.assert_array_equal(threads.read(take(upload)), rows(1, 50))
 
 
-def test_iterations_that_follow_one_another_do_not_disturb_each_other(device):
-    results = []
-    for turn in range(10):
-        uploads = Uploads(device.stream)
-        for _, array in go_on(1, steps=3, uploads=uploads):
-            results.append(device.add_one(array))
-        uploads.close()
-        del uploads, turn
-    for number, result in enumerate(results):
-        np.testing.assert_array_equal(device.read(result), rows(number % 3, 300) + 1)
-
-
-def test_iterations_side_by_side(device):
-    one, two = Uploads(device.stream), Uploads(device.stream)
-    pairs = zip(
-        go_on(1, steps=20, uploads=one),
-        go_on(3, steps=20, uploads=two, size=lambda step: 40 * step),
-        strict=True,
-    )
-    for (step, array), (_, other) in pairs:
-        np.testing.assert_array_equal(device.read(array), rows(step, 300))
-        np.testing.assert_array_equal(device.read(other), rows(step, 40 * step))
-    one.close()
-    two.close()
-
-
 @pytest.mark.parametrize("ahead", [1, 4])
 def test_several_threads_upload(device, uploads, ahead):
     sizes = [step * 7919 % 3000 for step in range(60)]
@@ -361,91 +375,6 @@ def test_closing_while_other_threads_upload(threads):
         del uploads, upload, both, future
     assert threads.stream.host.is_all_free
     assert threads.stream.device.is_all_free
-
-
-def test_arrays_that_are_on_the_device_already(device, uploads):
-    results = []
-    for step in range(20):
-        made = device.make(rows(step, 200))
-        batch = {"there": made, "here": rows(step, 30 + 10 * step)}
-        upload = uploads.upload(batch)
-        del made, batch
-        results.append(take(upload))
-    for step, batch in enumerate(results):
-        np.testing.assert_array_equal(device.read(batch["there"]), rows(step, 200))
-        expected = rows(step, 30 + 10 * step)
-        np.testing.assert_array_equal(device.read(batch["here"]), expected)
-
-
-def test_arrays_on_the_device_may_be_forgotten_before_their_copies_are_taken(
-    device, uploads
-):
-    under_way = []
-    for step in range(5):
-        made = device.make(rows(step, 200))
-        under_way.append(uploads.upload(made))
-        del made  # the next one may have its memory
-    for step, upload in enumerate(under_way):
-        np.testing.assert_array_equal(device.read(take(upload)), rows(step, 200))
-
-
-LARGE = 50_000  # numbers: more than it is worth to pack
-
-
-def read(buffers, step, n=LARGE):
-    """What a reader would have read into memory that is used again."""
-    array = buffers.empty((n,), np.dtype(np.int64))
-    array[:] = rows(step, n)
-    return array
-
-
-@pytest.fixture
-def buffers(device):
-    buffers = Buffers()
-    buffers.allocate_by(page_locked(device.stream))
-    return buffers
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_what_was_read_into_page_locked_memory_arrives(device, uploads, buffers, ahead):
-    results, under_way = [], collections.deque()
-    for step in range(20 + ahead):
-        if step < 20:
-            under_way.append(uploads.upload((read(buffers, step), np.array(step))))
-        if step >= ahead:
-            x, number = take(under_way.popleft())
-            results.append((device.add_one(x), number))
-            del x
-    for step, (result, number) in enumerate(results):
-        np.testing.assert_array_equal(device.read(result), rows(step, LARGE) + 1)
-        assert device.read(number) == step
-
-
-def test_parts_of_page_locked_memory_arrive(device, uploads, buffers):
-    whole, shape = read(buffers, 7, 4 * LARGE), (100, 4 * LARGE // 100)
-    table = whole.reshape(shape)
-    batch = {
-        "first": whole[:LARGE],
-        "last": whole[3 * LARGE :].reshape(50, -1).view("f8"),
-        "few": whole[:5],
-        "none": whole[:0],
-        "turned": table.T,
-        "some": table[:, ::2],
-        "swapped": whole.view(">i8"),
-        "other": np.arange(LARGE),
-        "made": device.make(rows(3, LARGE)),
-    }
-    expected = {
-        name: np.array(leaf) for name, leaf in batch.items() if name != "made"
-    } | {"made": rows(3, LARGE)}
-    upload = uploads.upload(batch)
-    del batch, whole, table
-    for step in range(5):  # what is free is written again
-        uploads.upload(read(buffers, step, 4 * LARGE))
-    found = take(upload)
-    for name, values in expected.items():
-        np.testing.assert_array_equal(device.read(found[name]), values, name)
-        assert found[name].dtype == values.dtype.newbyteorder("=")
 
 
 def test_page_locked_memory_is_sent_as_it_lies_and_used_again(threads):

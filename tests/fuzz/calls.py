@@ -53,7 +53,8 @@ class Group:
 
     @functools.cached_property
     def symmetric(self):
-        return self.strategy.symmetric_like([np.zeros(9), np.zeros(90_000, "f4")])
+        like = [np.zeros(9), np.zeros(90_000, "f4"), *np.zeros((2, 9000), "f2")]
+        return self.strategy.symmetric_like([*like, np.zeros(9000, "i8")])
 
     @functools.cached_property
     def variable(self):
@@ -272,13 +273,13 @@ class Play:
 
     def call(self, inside, name, seed, how, victim, is_caught):
         """Make a call, which may repeat others, and in which one rank may fail."""
-        for _ in range(max(0, seed % 4 - 1)):
-            self.one(name, seed, None, 0, True)
-        self.one(name, seed, how, victim, is_caught)
+        for turn in range(max(0, seed % 4 - 1), 0, -1):
+            self.one(name, seed, None, 0, True, turn)
+        self.one(name, seed, how, victim, is_caught, 0)
 
-    def one(self, name, seed, how, victim, is_caught):
+    def one(self, name, seed, how, victim, is_caught, turn):
         name = "reduce" if self.is_thread and name in OF_GROUP else name
-        call, size = self.drawn_call(name, seed), self.group.size
+        call, size = self.drawn_call(name, seed, turn), self.group.size
         victim, is_short = victim % size, how in SHORT
         # One thread of several cannot be short of memory; see `play` for the stack
         is_alone = not self.is_thread and not (how == "stack" and self.depth)
@@ -306,10 +307,10 @@ class Play:
         if fault := call.find_fault(got, before):
             raise Wrong(f"{what} on rank {self.group.rank}: {fault}")
 
-    def drawn_call(self, name, seed):
+    def drawn_call(self, name, seed, turn):
         """Return a call; an error here is the model's."""
         try:
-            return CALLS[name](Drawn(seed, self.group))
+            return CALLS[name](Drawn(seed, self.group, turn))
         except Exception as error:
             raise Wrong(f"the model of {name} {seed}: {error!r}") from error
 

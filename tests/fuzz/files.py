@@ -5,6 +5,7 @@ Afterwards an earlier state lies there or the new one, whole, and the new one if
 reported an error; what was read is right, or an error on all ranks.
 """
 
+import errno
 import functools
 import os
 import shutil
@@ -12,6 +13,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import failing_calls
 
@@ -114,6 +116,20 @@ def write_dataset(strategy, folder, value, made=None):
             writer.append(strategy.run(lambda x: x * 0 + value, args=(batch,)))
 
 
+def _refuse(source, target):
+    raise OSError(errno.EPERM, "no hard links")
+
+
+def without_links(act):
+    """Return what writes on a file system without hard links."""
+
+    def act_there(*arguments, **options):
+        with mock.patch.object(os, "link", _refuse):
+            return act(*arguments, **options)
+
+    return act_there
+
+
 def written(folder):
     """Yield the values that readers of the index and of the pattern find.
 
@@ -179,14 +195,17 @@ def _new_only(strategy, folder, value, made=None):
 
 
 LARGE, SMALL = SHARD_BYTES // 8, 8
+_overwrite = functools.partial(write_rows, overwrite=True)
 KINDS = {
     **{how: _saves(how, LARGE) for how in ("manager", "background", "write")},
     **{
         f"{how} small": _saves(how, SMALL) for how in ("manager", "background", "write")
     },
     "writer": Kind(_new_only, written, has_old=False),
-    "writer overwrites": Kind(functools.partial(write_rows, overwrite=True), written),
+    "writer overwrites": Kind(_overwrite, written),
     "writer by dataset": Kind(write_dataset, written),
+    "writer without links": Kind(without_links(_new_only), written, has_old=False),
+    "overwriter without links": Kind(without_links(_overwrite), written),
     "restore": _saves("manager", LARGE, restore),
     "rows": Kind(read_rows, lambda folder: (), has_old=False, makes_new=False),
 }

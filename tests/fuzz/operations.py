@@ -62,6 +62,16 @@ class NoAttributes(Exception):
         raise Broken("attribute")
 
 
+class NoNewAttributes(Exception):
+    def __setattr__(self, name, value):
+        raise Broken("attribute")
+
+
+class Changeling(Exception):
+    def __reduce__(self):
+        return str, ("no exception",)
+
+
 RAISED = {
     "Broken": lambda: Broken("user"),
     "ZeroDivisionError": lambda: ZeroDivisionError("user"),
@@ -75,6 +85,8 @@ RAISED = {
     "NoText": NoText,
     "NoReduce": NoReduce,
     "NoAttributes": NoAttributes,
+    "NoNewAttributes": NoNewAttributes,
+    "Changeling": Changeling,
 }
 
 
@@ -139,12 +151,16 @@ def arrays_of(leaves):
 
 
 class Drawn:
-    """Random arguments: the same numbers on all ranks."""
+    """Random arguments: the same numbers on all ranks.
 
-    def __init__(self, seed, group):
-        self.seed, self.group, self.rng = seed, group, random.Random(seed)
+    In another turn a call is of the same kind, with other numbers, lengths and layouts.
+    """
+
+    def __init__(self, seed, group, turn=0):
+        self.group, self.rng = group, random.Random(seed)
+        self.seed = seed + (turn << 32)
         self.rank, self.size = group.rank, group.size
-        self.own = random.Random(f"{seed} {self.rank}")  # this rank's
+        self.own = random.Random(f"{self.seed} {self.rank}")  # this rank's
 
     def array(self, key, rank, dtype, shape, spread):
         values = np.random.default_rng([self.seed, key, rank])
@@ -197,6 +213,14 @@ class Drawn:
         return mpidist.CommunicationOptions(**made), spreads
 
 
+def clipped(made):
+    """Return arrays whose means have no order of additions: integers are small."""
+    return [
+        [np.clip(a, 0, 1000) if a.dtype.kind in "iu" else a for a in parts]
+        for parts in made
+    ]
+
+
 def all_or_refused(nest, leaves):
     """Return the nest, or REFUSED if a leaf is."""
     return REFUSED if any(a is REFUSED for a in leaves) else nest(*leaves)
@@ -229,11 +253,7 @@ def reduce(d):
     )
     nest, made = d.arrays(spreads, shapes=shapes, whole=whole)
     if name == "MEAN":
-        # The order of additions matters for large integers in float64
-        made = [
-            [np.clip(a, 0, 1000) if a.dtype.kind in "iu" else a for a in parts]
-            for parts in made
-        ]
+        made = clipped(made)
     with np.errstate(all="ignore"):
         want = all_or_refused(nest, [reduced(name, parts) for parts in made])
     if compression and d.group.name == "one device" and name in ("SUM", "MEAN"):
@@ -275,13 +295,13 @@ def reduce_axis(d):
     axis = (
         tuple(d.rng.sample(range(-2, 2), count))
         if count > 1
-        else d.rng.choice([0, -1, 1, (0,)])
+        else d.rng.choice([0, -1, 1, (0,), [0, -2]])
     )
-    shapes = [(3, 2), (0, 4), (7, 300), (2, 3, 1), (5, 1)]
+    shapes = [(3, 2), (0, 4), (7, 300), (2, 3, 1), (5, 1), (2, 3, 4, 5)]
 
     def vary(shape, rank):
         n = len(shape)
-        axes = {a % n for a in (axis if isinstance(axis, tuple) else (axis,))}
+        axes = {a % n for a in np.atleast_1d(axis).tolist()}
         draw = random.Random(f"{d.seed} {rank} {shape}")
         return tuple(
             draw.choice([0, 1, n]) if i in axes else m for i, m in enumerate(shape)
@@ -290,14 +310,11 @@ def reduce_axis(d):
     spreads = ["tiny"] if name == "PRODUCT" else ["small", "small", "edges", "large"]
     nest, made = d.arrays(spreads, shapes=shapes, vary=vary)
     if name == "MEAN":
-        made = [
-            [np.clip(a, 0, 1000) if a.dtype.kind in "iu" else a for a in parts]
-            for parts in made
-        ]
+        made = clipped(made)
     want = []
     for parts in made:
         n = parts[0].ndim
-        axes = [a % n for a in (axis if isinstance(axis, tuple) else (axis,))]
+        axes = [a % n for a in np.atleast_1d(axis).tolist()]
         twice = len(set(axes)) < len(axes)
         with np.errstate(all="ignore"):
             want.append(REFUSED if twice else reduced_over(name, parts, sorted(axes)))
@@ -334,11 +351,14 @@ def along(d, axis):
 
 
 LONG = [(4,), (3, 2), (2, 3, 4), (0, 4), (300, 2), (20_000, 2), (70_000, 1)]
+LONG += [(60, 47, 41)]
 
 
 def gather(d):
-    axis = d.rng.choice([0, 0, -1])
-    nest, made = d.arrays(["small", "edges"], [*DTYPES, *OTHERS], LONG, along(d, axis))
+    axis = d.rng.choice([0, 0, -1, 1])
+    shapes = [shape for shape in LONG if axis < len(shape)]
+    dtypes = [*DTYPES, *OTHERS]
+    nest, made = d.arrays(["small", "edges"], dtypes, shapes, along(d, axis))
     want = nest(*[np.concatenate(parts, axis) for parts in made])
     where, make = d.rng.choice(GATHER)
     options = d.options()[0] if where == "replica" else None
@@ -354,10 +374,7 @@ def reduce_scatter(d):
     shape = d.rng.choice(LONG)
     nest, made = d.arrays(spreads, shapes=[shape])
     if name == "MEAN":
-        made = [
-            [np.clip(a, 0, 1000) if a.dtype.kind in "iu" else a for a in parts]
-            for parts in made
-        ]
+        made = clipped(made)
     n = shape[axis]
     lengths = d.rng.choice([None, random_cut(d.rng, n, d.size)])
     cut = pieces(lengths or usual(n, d.size))
@@ -564,7 +581,8 @@ def other_root(call, draw):
 
 
 def other_axis(call, draw):
-    call.axis = {0: 1, (0,): 1, 1: 0, -1: -2}.get(call.axis, 0)
+    axis = tuple(call.axis) if isinstance(call.axis, list) else call.axis
+    call.axis = {0: 1, (0,): 1, 1: 0, -1: -2}.get(axis, 0)
 
 
 def other_dtype(a):

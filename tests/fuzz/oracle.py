@@ -103,6 +103,7 @@ LAYOUTS = [
     lambda a: np.repeat(a, 2, axis=0)[::2] if a.ndim else a,
     lambda a: a[::-1].copy()[::-1] if a.ndim else a,
     lambda a: np.ascontiguousarray(a.T).T if a.ndim else a,
+    lambda a: np.moveaxis(np.moveaxis(a, 0, -1).copy(), -1, 0) if a.ndim else a,
     *(read_only, plain, lambda a: a[()]),
 ]
 

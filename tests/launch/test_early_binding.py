@@ -3,7 +3,7 @@
 import pytest
 
 from mpidist.device.binding import gpu_count
-from mpidist.launch import launchers, mpi_defaults
+from mpidist.launch import mpi_defaults
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not gpu_count(), reason="needs a GPU and CuPy")
@@ -158,19 +158,6 @@ print("passed")
 )
 def test_which_libraries_use_the_current_gpu(library, environ, expected):
     assert mpi_defaults._is_gpu_wanted(environ, library) == expected
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, None),
-        ({"OMPI_COMM_WORLD_LOCAL_RANK": "3", "SLURM_LOCALID": "0"}, 3),
-        ({"MPI_LOCALRANKID": "1"}, 1),
-        ({"SLURM_LOCALID": "x"}, None),
-    ],
-)
-def test_launchers_tell_local_ranks(environ, expected):
-    assert launchers.find_local_rank(environ) == expected
 
 
 def test_a_driver_that_is_not_there_is_no_error(monkeypatch):

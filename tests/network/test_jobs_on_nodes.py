@@ -1,12 +1,12 @@
-"""Jobs over several nodes give what NumPy gives, and find the nodes."""
+"""Jobs over several nodes are right, and find the nodes."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-JOB = str(Path(__file__).parents[1] / "jobs" / "nodes_job.py")
-
+TESTS = Path(__file__).parents[1]
+JOB, MODELS = str(TESTS / "jobs/nodes_job.py"), str(TESTS / "fuzz/job.py")
 
 # Four nodes, and more than four ranks, take long on two cores
 CROWDED = [pytest.param(*n, marks=pytest.mark.slow) for n in [(4, 1), (3, 2), (4, 2)]]
@@ -21,6 +21,15 @@ def test_a_job_is_right_on_nodes(network, tmp_path, count, ranks_per_node):
     assert ended.returncode == 0, ended.stdout
     assert "all is well" in ended.stdout
     assert f"{count * ranks_per_node} replicas on {count} nodes" in ended.stdout
+
+
+@pytest.mark.parametrize("model", ["calls", "rows"])
+def test_a_model_is_right_on_nodes(network, tmp_path, model):
+    """Some programs: tests/fuzz/run draws others, on nodes that are pretended."""
+    where = {"PYTHONPATH": str(TESTS / "support"), "TMPDIR": str(tmp_path)}
+    ended = network(2).mpirun(2, MODELS, model, "--seconds", "8", **where)
+    assert ended.returncode == 0, ended.stdout
+    assert ended.stdout.count("seed ") > 2
 
 
 def test_the_doctor_finds_a_folder_that_nodes_do_not_share(network, tmp_path):

@@ -47,22 +47,26 @@ if rank == 0:
 
 @pytest.fixture
 def make(comm, strategy, tmp_path):
-    """A function that makes a manager of one variable, and a handler with a config."""
-    folder = comm.bcast(tmp_path)
+    """A function that makes a manager of one variable, and a handler with a config.
+
+    Or, if it `is_plain`, a handler of a Checkpoint and a folder.
+    """
+    folder = comm.bcast(tmp_path) / "run"
     made = []
 
-    def make(**config):
+    def make(is_plain=False, **config):
         with strategy.scope():
             once = mpidist.VariableAggregation.ONLY_FIRST_REPLICA
             w = mpidist.Variable(0, aggregation=once)
         checkpoint = mpidist.Checkpoint(w=w)
-        manager = mpidist.CheckpointManager(checkpoint, folder / "run", max_to_keep=2)
-        handler = mpidist.PreemptionCheckpointHandler(
-            None, manager, None, mpidist.TerminationConfig(**config)
-        )
+        manager = mpidist.CheckpointManager(checkpoint, folder, max_to_keep=2)
+        saver = (checkpoint, str(folder)) if is_plain else (manager, None)
+        termination = mpidist.TerminationConfig(**config)
+        handler = mpidist.PreemptionCheckpointHandler(None, *saver, termination)
         made.append(handler)
         return w, manager, handler
 
+    make.folder = folder
     yield make
     for handler in made:
         handler.close()
@@ -335,64 +339,39 @@ def test_a_step_costs_one_small_reduction(comm, strategy, make):
     assert np.array_equal(w.numpy(), 0)
 
 
-@pytest.fixture
-def handle(comm, strategy, tmp_path):
-    """A function that makes a handler of a plain Checkpoint and a folder."""
-    folder = str(comm.bcast(tmp_path) / "run")
-    made = []
-
-    def handle(**config):
-        with strategy.scope():
-            once = mpidist.VariableAggregation.ONLY_FIRST_REPLICA
-            w = mpidist.Variable(0, aggregation=once)
-        handler = mpidist.PreemptionCheckpointHandler(
-            None,
-            mpidist.Checkpoint(w=w),
-            folder,
-            mpidist.TerminationConfig(**config),
-        )
-        made.append(handler)
-        return w, handler
-
-    handle.folder = folder
-    yield handle
-    for handler in made:
-        handler.close()
-
-
-def test_a_checkpoint_and_a_folder_do(comm, handle):
+def test_a_checkpoint_and_a_folder_do(comm, make):
     exits = []
-    w, handler = handle(exit_fn=lambda: exits.append(int(w.numpy())))
+    w, _, handler = make(True, exit_fn=lambda: exits.append(int(w.numpy())))
     for step in range(10):
         if step == 4 and comm.rank == comm.size - 1:
             signal.raise_signal(signal.SIGTERM)
         if not exits:
             handler.run(w.assign_add, 1)
     assert exits == [4]
-    assert len([n for n in os.listdir(handle.folder) if n.endswith(".h5")]) == 1
+    assert len([n for n in os.listdir(make.folder) if n.endswith(".h5")]) == 1
     comm.Barrier()
-    v, again = handle()
+    v, _, again = make(True)
     assert (int(v.numpy()), again.total_run_calls) == (4, 4)
-    assert mpidist.latest_checkpoint(handle.folder) is not None
+    assert mpidist.latest_checkpoint(make.folder) is not None
     comm.Barrier()
 
 
-def test_a_checkpoint_and_a_folder_with_a_save_fn(comm, strategy, handle):
+def test_a_checkpoint_and_a_folder_with_a_save_fn(comm, make):
     """The function saves where it likes; what is in the folder is restored."""
     exits = []
 
     def save():
-        checkpoint.save(os.path.join(handle.folder, "mine"))
+        checkpoint.save(make.folder / "mine")
 
-    w, handler = handle(save_fn=save, exit_fn=lambda: exits.append(1))
+    w, _, handler = make(True, save_fn=save, exit_fn=lambda: exits.append(1))
     checkpoint = mpidist.Checkpoint(w=w)
     handler.run(w.assign_add, 3)
     signal.raise_signal(signal.SIGTERM)
     handler.save_checkpoint_if_preempted()
     assert exits == [1]
-    assert os.listdir(handle.folder) == ["mine-1.h5"]
+    assert os.listdir(make.folder) == ["mine-1.h5"]
     comm.Barrier()
-    v, _ = handle(save_fn=save)
+    v, _, _ = make(True, save_fn=save)
     assert int(v.numpy()) == 3
     comm.Barrier()
 

@@ -10,7 +10,6 @@ import sys
 
 import pytest
 
-import mpidist
 from mpidist.comm.consensus import failures
 from mpidist.resilience.watchdog import Watch
 from mpidist.util.settings import hang_seconds
@@ -66,12 +65,6 @@ strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", 1.0, option
 def test_how_long_ranks_wait(text, seconds):
     environ = {} if text is None else {"MPIDIST_HANG_SECONDS": text}
     assert hang_seconds(environ) == seconds
-
-
-@pytest.mark.parametrize("text", ["-1", "nan", "an hour", "1,5"])
-def test_a_time_that_is_none_is_refused(text):
-    with pytest.raises(mpidist.LaunchError, match="must be a number of seconds"):
-        hang_seconds({"MPIDIST_HANG_SECONDS": text})
 
 
 @pytest.mark.parametrize(

@@ -128,9 +128,9 @@ LOCAL = {
     "experimental_local_results experimental_make_numpy_dataset group scope statistics "
     "unwrap update_config_proto",
     "StrategyExtendedV1": "close colocate_vars_with experimental_make_numpy_dataset "
-    "non_slot_devices read_var recorders_beside register update update_non_slot "
-    "use_device value_container variable_created_in_scope "
-    "zeros end_all",
+    "new_number non_slot_devices read_var recorders_beside register update "
+    "update_non_slot use_device value_container variable_created_in_scope zeros "
+    "end_all",
     "MpiAllReduce": "bind close describe is_sum unbound batch_reduce_implementation "
     "reduce_implementation sum_arrays",
     "Variable": "gather_nd get_shape is_initialized numpy read_value ref replace_local "

@@ -2,26 +2,29 @@
 
 import contextlib
 import errno
-import gc
 import itertools
+import json
 import math
 import os
 import resource
 import shutil
 import sys
+from pathlib import Path
 
+import failing_calls
 import h5py
 import launching
 import numpy as np
 import pytest
 from all_ranks import on_root
+from mpi4py import MPI
 
 import mpidist
 from mpidist import Dataset, Hdf5Writer
 from mpidist.device import binding
 from mpidist.hdf5.shard_writer import BLOCK_BYTES
 from mpidist.util import mounts
-from mpidist.util.files import AtomicHdf5File
+from mpidist.util.files import AtomicFile, AtomicHdf5File
 
 
 @pytest.fixture
@@ -81,72 +84,8 @@ def test_the_index_is_all_rows_by_rank(comm, strategy, path):
     )
 
 
-def test_datasets_read_the_index_and_the_shards(comm, strategy, path):
-    with Hdf5Writer(strategy, path) as writer:
-        x = rows_of(comm.rank, uneven(comm.rank))
-        writer.append({"x": x, "y": x[:, 0]})
-    expected = written_by_all(comm, lambda rank: rows_of(rank, uneven(rank)))
-    for files in [path, str(path.with_name("features-*-of-*.h5"))]:
-        (batch,) = Dataset.from_hdf5(files, ["x", "y"]).batch(100)
-        np.testing.assert_array_equal(batch[0], expected)
-        np.testing.assert_array_equal(batch[1], expected[:, 0])
-    data = Dataset.from_hdf5(path, "y").batch(100)
-    (batch,) = strategy.experimental_distribute_dataset(data)
-    total = strategy.reduce("SUM", batch, axis=0)
-    assert total == expected[:, 0].sum()
-
-
 CATS = h5py.enum_dtype({"CAT": 0, "DOG": 1}, basetype="i1")
 DOGS = h5py.enum_dtype({"DOG": 0, "CAT": 1}, basetype="i1")
-DTYPES = {
-    "float16": "f2",
-    "float32": "f4",
-    "long double": "g",
-    "complex64": "c8",
-    "complex128": "c16",
-    "bool": "?",
-    "int8": "i1",
-    "uint64": "u8",
-    "big-endian": ">f8",
-    "big-endian integers": ">i2",
-    "fixed strings": "S7",
-    "bytes": "V3",
-    "compound": [("a", ">i4"), ("b", "f4", (2,)), ("c", "S3")],
-    "padded": np.dtype([("a", "i1"), ("b", "f8")], align=True),
-    "enum": CATS,
-}
-
-
-@pytest.mark.parametrize("kind", DTYPES)
-def test_dtypes_are_kept(comm, strategy, path, kind):
-    dtype = np.dtype(DTYPES[kind])
-
-    def rows(rank):
-        # Any bytes that are values of the dtype
-        numbers = np.arange(1, 9).reshape(4, 2) * (rank + 1)
-        if dtype.kind == "V" and dtype.names is None:
-            return np.array([b"%3d" % i for i in numbers.flat], dtype).reshape(4, 2)
-        if dtype.names:
-            found = np.zeros((4, 2), dtype)
-            for name in dtype.names:
-                column = numbers if found[name].ndim == 2 else numbers[..., None]
-                found[name] = column
-            return found
-        return (numbers % 2 if kind == "enum" else numbers).astype(dtype)
-
-    for small, level in [(False, None), (True, None), (True, 1)]:
-        options = {"compression": "gzip", "compression_level": 1} if level else {}
-        options["chunk_rows"] = 100 if small else 1
-        with Hdf5Writer(strategy, path, overwrite=True, **options) as writer:
-            writer.append(rows(comm.rank))
-        found = read(path)
-        np.testing.assert_array_equal(found, written_by_all(comm, rows))
-        assert found.dtype == dtype.newbyteorder("=")
-        assert found.dtype.isnative
-        with h5py.File(path, "r") as file:
-            assert h5py.check_enum_dtype(file["data"].dtype) == (
-                h5py.check_enum_dtype(dtype)
-            )
 
 
 def bfloat16():
@@ -176,22 +115,9 @@ def test_what_hdf5_cannot_hold_is_refused_by_name(strategy, path, make, message)
     assert read(path, "x").tolist() == [1] * strategy.num_replicas_in_sync
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (0,), (4, 1, 5)])
-@pytest.mark.parametrize("options", [{}, {"compression": "gzip", "shuffle": True}])
-def test_row_shapes(comm, strategy, path, shape, options):
-    def rows(rank):
-        return rows_of(rank, 3 + rank, shape, "i4")
-
-    with Hdf5Writer(strategy, path, chunk_rows=2, **options) as writer:
-        writer.append(rows(comm.rank))
-        writer.append(rows(comm.rank)[:0])
-    np.testing.assert_array_equal(read(path), written_by_all(comm, rows))
-
-
 @pytest.mark.parametrize("chunk_rows", [1, 3, 64, None])
 def test_rows_come_in_any_portions(comm, strategy, path, chunk_rows, monkeypatch):
     # Blocks of several chunks, of one, and of less
-    monkeypatch.setattr("mpidist.hdf5.shard_writer.BLOCK_BYTES", 7 * 8)
     monkeypatch.setattr("mpidist.hdf5.shard_writer.BLOCK_BYTES", 7 * 8)
 
     def rows(rank):
@@ -305,25 +231,16 @@ def test_what_was_appended_may_be_changed_afterwards(strategy, path):
     assert read(path)[:, 0].tolist() == [0, 1, 2] * n
 
 
-def test_results_of_a_replica_function(comm, strategy, path):
+def test_in_a_replica_function(comm, strategy, path):
     with Hdf5Writer(strategy, path) as writer:
-        result = strategy.run(lambda: {"x": rows_of(comm.rank, 2)})
-        writer.append(result)
+        writer.append(strategy.run(lambda: {"x": rows_of(comm.rank, 2)}))
         strategy.run(lambda: writer.append({"x": rows_of(comm.rank, 1)}))
     expected = written_by_all(
         comm, lambda r: np.concatenate([rows_of(r, 2), rows_of(r, 1)])
     )
     np.testing.assert_array_equal(read(path, "x"), expected)
-
-
-def test_a_writer_inside_a_replica_function(comm, strategy, path):
-    def step():
-        with Hdf5Writer(strategy, path) as writer:
-            writer.append(rows_of(comm.rank, 2))
-
-    strategy.run(step)
-    expected = written_by_all(comm, lambda rank: rows_of(rank, 2))
-    np.testing.assert_array_equal(read(path), expected)
+    strategy.run(lambda: write(strategy, path, 1, overwrite=True))
+    assert read(path).tolist() == [1] * 2 * comm.size
 
 
 # Names
@@ -432,16 +349,6 @@ def test_ranks_that_append_unlike_rows_all_raise(
     assert names_in(path.parent) == []
 
 
-def test_no_rows_at_all(comm, strategy, path):
-    with (
-        pytest.raises(mpidist.DataError, match="no rank appended rows"),
-        Hdf5Writer(strategy, path),
-    ):
-        pass
-    comm.Barrier()
-    assert names_in(path.parent) == []
-
-
 def test_zero_rows_of_one_rank_make_datasets_without_rows(comm, strategy, path):
     with Hdf5Writer(strategy, path) as writer:
         if comm.rank == comm.size - 1:
@@ -515,23 +422,6 @@ def test_close_without_a_block(comm, strategy, path):
     with pytest.raises(mpidist.ContextError, match="closed"), writer:
         pass
     assert read(path).tolist() == [0, 1] * comm.size
-
-
-def test_close_inside_the_block(comm, strategy, path):
-    with Hdf5Writer(strategy, path) as writer:
-        writer.append(np.arange(2))
-        writer.close()
-    assert read(path).tolist() == [0, 1] * comm.size
-
-
-def test_two_writers_at_once(comm, strategy, path):
-    other = path.with_name("other.h5")
-    with Hdf5Writer(strategy, path) as one, Hdf5Writer(strategy, other) as two:
-        for _ in range(2):
-            one.append(np.ones(1))
-            two.append(np.zeros(1, "i4"))
-    assert read(path).tolist() == [1] * 2 * comm.size
-    assert read(other).tolist() == [0] * 2 * comm.size
 
 
 def test_of_two_writers_of_one_path_the_second_is_refused(comm, strategy, path):
@@ -622,15 +512,6 @@ def test_files_of_other_names_are_no_hindrance_and_are_left(comm, strategy, path
         write(strategy, path, 1, overwrite=overwrite)
     shards = [shard(r, comm.size) for r in range(comm.size)]
     assert names_in(path.parent) == sorted(["features.h5", *others, *shards])
-
-
-def test_overwrite_replaces_the_files_of_any_number_of_ranks(comm, strategy, path):
-    write(strategy, path, 1)
-    old = path.with_name("features-00009-of-00010.h5")
-    on_root(comm, shutil.copy, path.with_name(shard(0, comm.size)), old)
-    write(strategy, path, 2, overwrite=True)
-    assert read(path).tolist() == [2] * 2 * comm.size
-    assert len(names_in(path.parent)) == 1 + comm.size
 
 
 @pytest.mark.parametrize("is_early", [False, True])
@@ -740,29 +621,6 @@ def test_overwrite_keeps_the_shards_of_an_index_of_another_name(
     assert read(best).tolist() == [2] * 2 * comm.size
 
 
-def test_an_index_that_another_program_wrote_may_be_overwritten(comm, strategy, path):
-    on_root(comm, path.write_text, "old")
-    write(strategy, path, 1, overwrite=True)
-    assert read(path).tolist() == [1] * 2 * comm.size
-
-
-def test_overwrite_that_fails_keeps_the_old_files(comm, strategy, path):
-    write(strategy, path, 1)
-    before = names_in(path.parent)
-    with (
-        pytest.raises(KeyError),
-        Hdf5Writer(strategy, path, overwrite=True) as writer,
-    ):
-        writer.append(np.ones((3, 4)))
-        assert read(path).tolist() == [1] * 2 * comm.size
-        comm.Barrier()
-        if comm.rank == comm.size - 1:
-            raise KeyError("lost")
-    comm.Barrier()
-    assert names_in(path.parent) == before
-    assert read(path).tolist() == [1] * 2 * comm.size
-
-
 def test_rows_of_the_old_files_may_be_rewritten(comm, strategy, path):
     write(strategy, path, 1)
     with Hdf5Writer(strategy, path, overwrite=True) as writer:
@@ -824,34 +682,6 @@ def test_arguments_that_differ_between_ranks(comm, strategy, path, options, mess
 # Disks
 
 
-@pytest.mark.parametrize("moment", ["append", "close"])
-def test_a_full_disk_is_an_error_on_all_ranks(comm, strategy, path, moment):
-    last = comm.size - 1
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    rows = 100 if moment == "append" else 3
-    with pytest.raises(mpidist.DataError) as info:  # noqa: SIM117
-        with Hdf5Writer(strategy, path) as writer:
-            if comm.rank == last:
-                # Writing beyond this fails as on a full disk
-                resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
-            try:
-                for _ in range(rows):
-                    writer.append({"wide": np.ones((10, 1000))})
-                writer.close()
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert f"{shard(last, comm.size)}: cannot be written" in str(info.value)
-    assert "'wide'" in str(info.value)
-    assert "File too large" in str(info.value)
-    with pytest.raises(mpidist.ContextError):
-        writer.append({"wide": np.ones((10, 1000))})
-    comm.Barrier()
-    assert names_in(path.parent) == []
-    # HDF5 has got over it
-    write(strategy, path, 1)
-    assert read(path).tolist() == [1] * 2 * comm.size
-
-
 def test_after_an_append_that_could_not_be_written_there_is_no_close(
     comm, strategy, path
 ):
@@ -875,64 +705,23 @@ def test_after_an_append_that_could_not_be_written_there_is_no_close(
     assert names_in(path.parent) == []
 
 
-def test_a_file_that_one_rank_cannot_create_is_an_error_on_all(comm, strategy, path):
-    last = comm.size - 1
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    gc.collect()  # closes descriptors
-    free = os.dup(0)
-    os.close(free)
-    if comm.rank == last:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
-    try:
-        with pytest.raises(mpidist.DataError, match="Too many open files") as info:
-            Hdf5Writer(strategy, path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    if comm.size > 1:
-        assert f"{shard(last, comm.size)}: cannot be created" in str(info.value)
+@pytest.mark.parametrize("step", ["__init__", "write", "complete", "publish"])
+def test_a_rank_without_memory_leaves_nothing(comm, strategy, path, monkeypatch, step):
+    def fail(*_, **__):
+        raise MemoryError("it is short")
+
+    def write_all():
+        with monkeypatch.context() as patch:
+            if comm.rank == comm.size - 1:
+                patch.setattr(AtomicFile, step, fail)
+            write(strategy, path, 1)
+
+    with pytest.raises(MemoryError, match="it is short"):
+        write_all()
     comm.Barrier()
     assert names_in(path.parent) == []
-
-
-STEPS = {
-    "fsync of a shard": ("os.fsync", "-of-", 1),
-    "link of a shard": ("os.link", "-of-", 1),
-    "creation of the index": ("mpidist.strategy.hdf5_writer.write_vds", "", 1),
-    "fsync of the index": ("os.fsync", "features.h5.", 1),
-    "fsync of the folder": ("os.fsync", "", 1),
-    "link of the index": ("os.link", "features.h5.", 1),
-    "second fsync of the folder": ("os.fsync", "", 2),
-}
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_a_last_step_that_fails_leaves_nothing(comm, strategy, path, monkeypatch, step):
-    function, part, number = STEPS[step]
-    module, _, name = function.rpartition(".")
-    real = getattr(sys.modules[module], name)
-    calls = itertools.count(1)
-
-    def fail(target, *arguments):
-        place = target
-        if isinstance(target, int):
-            place = os.readlink(f"/proc/self/fd/{target}")
-        is_this = part in str(place) if part else str(place) in map(str, mine)
-        if not is_this or next(calls) != number:
-            return real(target, *arguments)
-        raise OSError(5, "Input/output error")
-
-    writer = Hdf5Writer(strategy, path)
-    writer.append(np.full(2, comm.rank))
-    mine = path, path.parent
-    with monkeypatch.context() as patch:
-        if comm.rank == (comm.size - 1 if part == "-of-" else 0):
-            patch.setattr(function, fail)
-        with pytest.raises(mpidist.DataError, match="Input/output error"):
-            writer.close()
-    comm.Barrier()
-    assert names_in(path.parent) == []
-    write(strategy, path, comm.rank)  # nothing is in the way
-    assert len(read(path)) == 2 * comm.size
+    write(strategy, path, 1)
+    assert read(path).tolist() == [1] * 2 * comm.size
 
 
 @pytest.mark.mpi(min_size=2)
@@ -1064,73 +853,43 @@ def test_a_writer_that_is_never_closed_leaves_nothing(tmp_path):
     assert names_in(tmp_path) == []
 
 
-# Ranks that die
+# Calls of the operating system
 
-DYING = """
-import os
-import signal
-import sys
-import numpy as np
-import mpidist
-from mpidist.util.files import AtomicHdf5File
-
-path, moment, name = sys.argv[1:]
-
-
-def die_in(method):
-    real = getattr(AtomicHdf5File, method)
-
-    def dying(self, **options):
-        if (moment, name) == (method, self.path.name):
-            os.kill(os.getpid(), signal.SIGKILL)
-        real(self, **options)
-
-    setattr(AtomicHdf5File, method, dying)
-
-
-die_in("complete")
-die_in("publish")
-strategy = mpidist.MirroredStrategy()
-rank = strategy.extended.replica_id
-with mpidist.Hdf5Writer(strategy, path, chunk_rows=2, overwrite=True) as writer:
-    writer.append(np.full(5, rank))
-    if (moment, name) == ("append", str(rank)):
-        os.kill(os.getpid(), signal.SIGKILL)
-    writer.append(np.full(5, rank))
-"""
+SUPPORT = Path(failing_calls.__file__).parent
+JOB = str(SUPPORT.with_name("fuzz") / "job.py")
+WRITERS = ["writer", "writer overwrites", "writer by dataset"]
+WRITERS += ["writer without links", "overwriter without links"]
+RARER = ["disk full", "late", "interrupted"]
 
 
 @pytest.mark.parametrize(
-    ("moment", "name", "is_old_kept"),
-    [
-        ("append", "2", True),
-        pytest.param("complete", shard(1, 3), True, marks=pytest.mark.slow),
-        ("complete", "features.h5", True),
-        pytest.param("publish", shard(0, 3), False, marks=pytest.mark.slow),
-        pytest.param("publish", shard(2, 3), False, marks=pytest.mark.slow),
-        ("publish", "features.h5", False),
-    ],
+    "how",
+    ["fails", "copies", *(pytest.param(h, marks=pytest.mark.slow) for h in RARER)],
 )
-def test_a_rank_that_is_killed_leaves_nothing_half(
-    comm, strategy, path, mpirun, moment, name, is_old_kept
+def test_any_call_of_a_writer(mpirun, tmp_path, how):
+    """Some of the calls: tests/fuzz/run draws others."""
+    program = tmp_path / "program.json"
+    places = itertools.product(WRITERS, [0, 1], [how], [0.1, 0.35, 0.6, 0.85])
+    program.write_text(json.dumps(list(places)))
+    mpirun(2, JOB, "files", "--program", str(program), PYTHONPATH=str(SUPPORT))
+
+
+@pytest.mark.mpi(max_size=1)
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_interrupt_while_the_earlier_files_go_keeps_the_new(
+    tmp_path, monkeypatch, number
 ):
-    write(strategy, path, 7)
-    before = {n: path.with_name(n).read_bytes() for n in names_in(path.parent)}
-    comm.Barrier()
-    mpirun(3, DYING, str(path), moment, name, fails=True)
-    left = {n for n in names_in(path.parent) if not n.endswith(".tmp")}
-    if is_old_kept:
-        assert {n: path.with_name(n).read_bytes() for n in left} == before
-    else:
-        # Some of the shards, all of them complete, and no index
-        assert left <= {shard(rank, 3) for rank in range(3)}
-        for rank in range(3):
-            if shard(rank, 3) in left:
-                found = read(path.with_name(shard(rank, 3)))
-                assert found.tolist() == [rank] * 10
-    comm.Barrier()
-    # The next job is not disturbed
-    write(strategy, path, 8, overwrite=True)
-    assert read(path).tolist() == [8] * 2 * comm.size
-    left = [n for n in names_in(path.parent) if not n.endswith(".tmp")]
-    assert len(left) == 1 + comm.size
+    alone = mpidist.MirroredStrategy(communicator=MPI.COMM_SELF)
+    path, real, removed = tmp_path / "rows.h5", os.unlink, []
+
+    def unlink(target):
+        real(target)
+        removed.extend([target] * str(target).endswith(".earlier.tmp"))
+        if len(removed) == number:
+            raise KeyboardInterrupt
+
+    write(alone, path, 1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "unlink", unlink)
+        write(alone, path, 2, overwrite=True)
+    assert read(path).tolist() == [2, 2]

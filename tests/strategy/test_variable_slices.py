@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import variables
-from variables import FIRST, MEAN, NONE, SUM
+from variables import MEAN, NONE
 
 START = np.arange(24.0).reshape(2, 3, 4)
 KEYS = [
@@ -141,50 +141,6 @@ def test_a_part_is_assigned_in_cross_replica_context(strategy, key):
     np.testing.assert_array_equal(w, changed(key, 5))
     assert type(w.local) is np.ndarray
     assert not w.local.flags.writeable
-
-
-@pytest.mark.parametrize("aggregation", [SUM, MEAN, FIRST])
-@pytest.mark.parametrize("key", KEYS[:6])
-def test_a_part_is_assigned_in_replica_context(strategy, key, aggregation):
-    w, rank = make(strategy, aggregation), strategy.extended.replica_id
-    strategy.run(lambda: w[key].assign(part_for(key, rank)))
-    every = [part_for(key, r) for r in range(strategy.num_replicas_in_sync)]
-    new = {SUM: np.sum, MEAN: np.mean, FIRST: lambda x, axis: x[0]}[aggregation]
-    np.testing.assert_allclose(w, changed(key, new(every, axis=0)), rtol=1e-15)
-
-
-def test_a_part_is_refused_in_replica_context_without_aggregation(strategy):
-    w = make(strategy)
-    for key in (0, (0, 0, 0)):
-        with pytest.raises(ValueError, match="aggregation is NONE"):
-            strategy.run(lambda key=key: w[key].assign(1.0))
-    np.testing.assert_array_equal(w, START)
-
-
-@pytest.mark.parametrize("aggregation", [NONE, SUM, MEAN, FIRST])
-@pytest.mark.parametrize("on_read", [False, True])
-def test_a_part_is_each_copys_own_in_update(strategy, aggregation, on_read):
-    w = make(strategy, aggregation, on_read=on_read)
-    calls = strategy.extended.consensus.calls
-
-    def change(v):
-        v[0, 1].assign(part_for((0, 1)))
-        v[1, 2, 3].assign(-1)
-
-    strategy.extended.update(w, change)
-    assert strategy.extended.consensus.calls == calls or on_read
-    expected = changed((1, 2, 3), -1, changed((0, 1), part_for((0, 1))))
-    np.testing.assert_array_equal(w.local, expected)
-
-
-@pytest.mark.parametrize("aggregation", [SUM, MEAN, FIRST])
-@pytest.mark.parametrize("key", [0, (0, 1), (1, 2, 3)])
-def test_a_part_of_on_read(strategy, aggregation, key):
-    w, rank = make(strategy, aggregation, on_read=True), strategy.extended.replica_id
-    strategy.run(lambda: w[key].assign(part_for(key, rank)))
-    np.testing.assert_array_equal(w.local, changed(key, part_for(key, rank)))
-    w[key].assign(part_for(key))
-    np.testing.assert_allclose(w.value()[key], part_for(key), rtol=1e-15)
 
 
 @pytest.mark.parametrize("dtype", ["i8", "u8", "i1"])

@@ -3,7 +3,6 @@
 import collections
 import itertools
 import resource
-import threading
 import warnings
 from pathlib import Path
 
@@ -157,30 +156,6 @@ def test_an_exception_of_a_signal_handler_is_announced(
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_two_threads_get_their_own_results(strategy, rank, collective, size):
-    values = [np.full(size, i + rank + 1.0) for i in range(4)]
-    expected = [collective(strategy, value) for value in values]
-    totals, errors = [], []
-
-    def other():
-        try:
-            with strategy.scope():
-                totals.extend(strategy.reduce("SUM", i + 1.0) for i in range(20))
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=other, name="other")
-    thread.start()
-    found = [collective(strategy, value) for value in values * 3]
-    thread.join()
-    for one, result in zip(found, expected * 3, strict=True):
-        same(one, result)
-    n = strategy.num_replicas_in_sync
-    assert errors == []
-    assert totals == [n * (i + 1.0) for i in range(20)]
-
-
-@pytest.mark.parametrize("size", SIZES)
 def test_results_have_the_order_of_their_argument(strategy, rank, collective, size):
     leaves = {name: np.full(size, rank + i + 1.0) for i, name in enumerate("abc")}
     expected = {name: collective(strategy, leaf) for name, leaf in leaves.items()}
@@ -196,15 +171,6 @@ def test_results_have_the_order_of_their_argument(strategy, rank, collective, si
             same(result, expected[name])
         if isinstance(value, collections.defaultdict):
             assert found.default_factory is list
-
-
-def test_keys_in_another_order_on_each_rank_are_paired(strategy, rank, collective):
-    names = "abc" if rank % 2 else "cba"
-    expected = collective(strategy, np.full(4, 2.0))
-    for _ in range(2):
-        found = collective(strategy, {name: np.full(4, 2.0) for name in names})
-        for result in found.values():
-            same(result, expected)
 
 
 def test_the_order_of_an_ordered_dict_must_agree(strategy, rank):

@@ -118,28 +118,6 @@ def test_sums_are_accumulated_in_float32(comm, over_nodes):
     assert (found == expected).all()
 
 
-def test_other_numbers_are_sent_as_they_are(comm, over_nodes):
-    options = CommunicationOptions(compression="bfloat16")
-    ops = over_nodes.extended.cross_device_ops
-    for dtype in ("i4", "i8", "c8", "f2", ml_dtypes.bfloat16):
-        value = np.array([123, 1, 5]).astype(dtype)
-        found = ops.reduce("SUM", value, "CPU:0", options) + 0
-        assert found.dtype == dtype
-        assert np.array_equal(found, value * np.array(comm.size).astype(dtype))
-
-
-@pytest.mark.parametrize("compression", UNITS)
-@pytest.mark.parametrize("dtype", ["i4", "i8", "u2"])
-def test_large_integers_are_exact(comm, over_nodes, compression, dtype):
-    """What finds overflows is not compressed."""
-    share = np.iinfo(dtype).max // comm.size
-    parts = [np.array([share - 7 * rank, 5, rank], dtype) for rank in range(comm.size)]
-    options = CommunicationOptions(compression=compression)
-    ops = over_nodes.extended.cross_device_ops
-    found = ops.reduce("SUM", parts[comm.rank], "CPU:0", options) + 0
-    assert np.array_equal(found, np.sum(parts, axis=0, dtype=dtype))
-
-
 @pytest.mark.mpi(min_size=2)
 def test_what_float16_cannot_hold_is_inf(comm, over_nodes):
     ops = over_nodes.extended.cross_device_ops
@@ -172,42 +150,17 @@ def test_reproducible_is_true_or_false():
         CommunicationOptions(reproducible="yes")
 
 
-@pytest.mark.parametrize("hierarchical", [False, True])
-@pytest.mark.parametrize("dtype", ["f4", "f8", "c8", "f2"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_every_bit_is_that_of_adding_in_the_order_of_the_ranks(
-    comm, monkeypatch, dtype, hierarchical
+    comm, over_nodes, implementation
 ):
-    """On one node and several, by each implementation, in packs of any size."""
-    sizes = [1, 7, 1000, 20_000, 130_000]
-    values = [
-        [random_numbers(100 * rank + j, n, dtype) for j, n in enumerate(sizes)]
-        for rank in range(comm.size)
-    ]
-    wide = "f4" if dtype == "f2" else dtype
-    expected = [
-        functools.reduce(np.add, [a.astype(wide) for a in parts]).astype(dtype)
-        for parts in zip(*values)
-    ]
-    for ranks_per_node in (None, "1", "2"):
-        if ranks_per_node:
-            monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", ranks_per_node)
-        ops = mpidist.HierarchicalCopyAllReduce() if hierarchical else None
-        strategy = mpidist.MirroredStrategy(cross_device_ops=ops, communicator=comm)
-        for implementation in IMPLEMENTATIONS:
-            for bytes_per_pack in (0, 1, 100_000):
-                options = CommunicationOptions(
-                    bytes_per_pack, implementation=implementation, reproducible=True
-                )
-
-                def reduce(options=options):
-                    replica = mpidist.get_replica_context()
-                    return replica.all_reduce("SUM", values[comm.rank], options)
-
-                found = strategy.run(reduce)
-                for a, b in zip(found, expected, strict=True):
-                    (local,) = a.values
-                    assert local.tobytes() == b.tobytes()
-        strategy.experimental_finalize()
+    """The model of calls has other dtypes, packs and operations."""
+    options = CommunicationOptions(implementation=implementation, reproducible=True)
+    for count in (1, 1000, 130_000):
+        parts = [random_numbers(rank, count) for rank in range(comm.size)]
+        ops = over_nodes.extended.cross_device_ops
+        found = ops.reduce("SUM", parts[comm.rank], "CPU:0", options) + 0
+        assert found.tobytes() == functools.reduce(np.add, parts).tobytes()
 
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])

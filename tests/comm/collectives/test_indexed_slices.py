@@ -44,12 +44,6 @@ def test_what_run_returns(strategy, comm):
     check(strategy.reduce("SUM", strategy.run(lambda: rows_of(comm.rank))), comm.size)
 
 
-def test_the_mean_of_integers_is_float64(strategy, comm):
-    found = strategy.reduce("MEAN", rows_of(comm.rank, "i4"))
-    assert found.values.dtype == np.float64
-    check(found, comm.size, comm.size, "i4")
-
-
 def test_in_a_nest_with_arrays(strategy, comm):
     value = {"table": rows_of(comm.rank), "w": np.ones(3), "more": [rows_of(0), 1.5]}
     found = in_replica(strategy, "all_reduce", "SUM", value)

@@ -191,31 +191,6 @@ def test_what_filling_a_payload_raises_is_raised_on_all_ranks(comm, barrier):
     consensus.close()
 
 
-@pytest.mark.parametrize("dtype", ["f4", "f8", "c8", "i1", "u2", "i8", "f2"])
-@pytest.mark.parametrize("op", ["SUM", "MEAN"])
-@pytest.mark.parametrize("sizes", [(1,), (0, 3), (250, 250, 1), (1000,), (3000, 5)])
-def test_small_and_large_reductions_are_the_same(comm, strategy, dtype, op, sizes):
-    """Integers that are exact in each dtype; from one number to more than a page."""
-
-    def values(rank):
-        return [(np.arange(n) % 7 + rank).astype(dtype) for n in sizes]
-
-    everyone = [values(rank) for rank in range(comm.size)]
-    for _ in range(3):
-        found = strategy.run(
-            lambda: mpidist.get_replica_context().all_reduce(op, values(comm.rank))
-        )
-        found = [part.values[0] for part in found]
-        for j, result in enumerate(found):
-            total = sum(value[j].astype("c16") for value in everyone)
-            expected = total / comm.size if op == "MEAN" else total
-            assert result.dtype == (
-                np.dtype("f8") if op == "MEAN" and dtype[0] in "iu" else np.dtype(dtype)
-            )
-            tolerance = {"f2": 1e-3, "f4": 1e-7, "c8": 1e-7}.get(dtype, 1e-15)
-            np.testing.assert_allclose(result, expected, rtol=tolerance)
-
-
 @pytest.mark.mpi(min_size=2)
 def test_too_little_shared_memory_is_said_and_done_without(comm, monkeypatch):
     """Each rank sees for itself; one that has none is enough."""

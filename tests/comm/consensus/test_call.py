@@ -48,27 +48,6 @@ def test_what_fails_on_one_rank_is_raised_on_all(comm, consensus, step, culprit)
     assert consensus.is_usable
 
 
-def test_errors_before_the_agreement_may_differ(comm, consensus):
-    """Each failed rank raises its own; nobody waits for data."""
-    with pytest.raises((OSError, ZeroDivisionError)), consensus.call("move") as call:
-        call.reserve(fail_on, comm, 0) if comm.rank == 0 else call.reserve(
-            lambda: 1 / 0
-        )
-    assert consensus.gather_objects("ranks", lambda: comm.rank) == list(
-        range(comm.size)
-    )
-
-
-def test_calls_that_differ_move_nothing(comm, consensus):
-    if comm.size == 1:
-        pytest.skip("ranks can differ only where there are several")
-    moved = []
-    with pytest.raises(mpidist.DivergenceError), consensus.call(f"{comm.rank}") as call:
-        call.agree()
-        moved.append(1)
-    assert not moved
-
-
 def test_addresses_are_compared_along(comm, consensus):
     for addresses, is_same in [([7] * 4, True), ([0] * 4, False), (range(1, 5), False)]:
         with consensus.call("move") as call:

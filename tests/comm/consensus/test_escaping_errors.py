@@ -130,86 +130,24 @@ def test_an_exception_at_any_line(comm, make_strategy, name, size):
             call = CALLS[name](strategy, np.ones(size), comm.size)
 
 
-@pytest.mark.parametrize("name", ["reduce", "gather", "run", "all_reduce", "broadcast"])
-def test_a_recursion_near_its_limit(comm, make_strategy, name):
-    """The ranks exchange the error, which takes more frames than the call."""
-    limit, is_culprit = sys.getrecursionlimit(), comm.rank == comm.size - 1
-    found = []
-
-    def descend(frames, call):
-        return call() if frames <= 0 else descend(frames - 1, call)
-
-    for left in (8, 12, 20, 30):
-        strategy = make_strategy()
-        call = CALLS[name](strategy, np.ones(3), comm.size)
-        call()
-
-        def deep(left=left, call=call):
-            return descend(count_frames() - left if is_culprit else 0, call)
-
-        found.append(require_error_on_all(comm, strategy, deep))
-    assert any(found)
-    assert sys.getrecursionlimit() == limit
-
-
-def count_frames(found=0):
-    """Return how much deeper the recursion can be."""
-    try:
-        return count_frames(found + 1)
-    except RecursionError:
-        return found
-
-
-class Mute(Exception):
-    def __str__(self):
-        raise ValueError("no text")
-
-
-class Unpicklable(Exception):
-    def __reduce__(self):
-        raise RecursionError
-
-
-class Foreign(Exception):
-    def __getattr__(self, name):
-        raise KeyError(name)
-
-
 class Closed(Exception):
     def __setattr__(self, name, value):
         raise KeyError(name)
 
-
-class Changeling(Exception):
     def __reduce__(self):
         return str, ("no exception",)
 
 
-@pytest.mark.parametrize("kind", [Mute, Unpicklable, Foreign, Closed, Changeling])
-def test_exceptions_whose_class_fails(comm, strategy, kind):
+def test_an_exception_whose_class_fails(comm, strategy):
+    """One of many such classes: the model of calls raises others."""
+
     def step():
         if comm.rank == comm.size - 1:
-            raise kind("mine")
+            raise Closed("mine")
 
-    for _ in range(2):
-        with pytest.raises(kind if comm.rank == comm.size - 1 else Exception):
-            strategy.run(step)
-        assert strategy.reduce("SUM", 1.0) == comm.size
-
-
-@pytest.mark.parametrize("is_collective", [True, False])
-def test_what_all_ranks_refuse_leaves_the_strategy_usable(
-    comm, strategy, is_collective
-):
-    call = "scatter_add" if is_collective else "assign_add"
-    with strategy.scope():
-        table = mpidist.Variable(np.zeros((3, 2)))
-    rows = mpidist.IndexedSlices(np.ones((1, 2)), np.array([comm.rank]))
-    value = rows if is_collective else np.ones((3, 2))
-    for _ in range(2):
-        with pytest.raises(mpidist.ArgumentError, match="aggregation is NONE"):
-            strategy.run(lambda: getattr(table, call)(value))
-        assert strategy.reduce("SUM", 1.0) == comm.size
+    with pytest.raises(Closed if comm.rank == comm.size - 1 else Exception):
+        strategy.run(step)
+    assert strategy.reduce("SUM", 1.0) == comm.size
 
 
 @pytest.mark.mpi(min_size=2)

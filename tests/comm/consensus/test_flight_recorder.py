@@ -150,21 +150,6 @@ def test_kinds_of_calls_that_never_come_again_are_forgotten(consensus, monkeypat
     assert recorder.before_last().operation == f"call {5 * CALLS - 2}"
 
 
-def test_a_folder_that_cannot_be_written_is_a_warning(comm, monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("MPIDIST_DUMPS", str(tmp_path / "file"))
-    if comm.size == 1:
-        Consensus(comm)
-        return
-    duplicate = comm.Dup()
-    with pytest.warns(RuntimeWarning, match="are not recorded in MPIDIST_DUMPS"):
-        consensus = Consensus(duplicate)
-    consensus.require_same("a call")
-    assert consensus.recorder.last().operation == "a call"
-    consensus.close()
-    duplicate.Free()
-
-
 @pytest.mark.parametrize(
     "ending",
     [

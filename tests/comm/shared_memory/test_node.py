@@ -15,28 +15,6 @@ from mpidist import Dataset
 from mpidist.hdf5.read import pick_rows
 from mpidist.util.buffers import Buffers
 
-SHAPES = [(), (1,), (3, 5), (4096,), (5000, 3), (0,), (2, 0)]
-DTYPES = ["u1", "<f4", ">i2", "c16", "S3", "?", "i4,f8"]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_are_those_of_the_arrays(shape, dtype):
-    random = np.random.default_rng(1)
-    arrays = []
-    for length in [7, 1, 30]:
-        count = length * int(np.prod(shape)) * np.dtype(dtype).itemsize
-        data = random.integers(0, 2, count, dtype="u1").view(dtype)
-        arrays.append(data.reshape(length, *shape))
-    which = random.integers(0, 3, 50)
-    rows = random.integers(0, 30, 50) % np.array([7, 1, 30])[which]
-    found = pick_rows(arrays, which, rows, Buffers())
-    expected = [arrays[w][r] for w, r in zip(which, rows)]
-    assert found.dtype == np.dtype(dtype)
-    assert found.tobytes() == np.array(expected, dtype).tobytes()
-    assert found.shape == (50, *shape)
-    assert found.flags.writeable
-
 
 def test_rows_of_objects():
     arrays = [np.array(["a", "b"], object), np.array([None, 3], object)]

@@ -45,9 +45,9 @@ def make_mpi(consensus):
     return MpiTransport(consensus), lambda: None
 
 
-def make_limited(consensus):
-    """An MPI that cannot move more than 100 bytes at once."""
-    return MpiTransport(consensus, most_bytes=100), lambda: None
+def make(kind, **options):
+    """Return a maker of transports of a kind, which leave nothing to close."""
+    return lambda consensus: (kind(consensus, **options), lambda: None)
 
 
 def make_mpi_of_a_node(consensus):
@@ -57,14 +57,6 @@ def make_mpi_of_a_node(consensus):
     return transport, lambda: None
 
 
-def make_ordered(consensus):
-    return OrderedTransport(consensus), lambda: None
-
-
-def make_ordered_in_blocks(consensus):
-    return OrderedTransport(consensus, block_bytes=1000), lambda: None
-
-
 def make_ordered_of_many(consensus):
     """As for more ranks than send each other messages."""
     patch = mock.patch.object(blocks, "MOST_RANKS", 1)
@@ -72,15 +64,11 @@ def make_ordered_of_many(consensus):
     return OrderedTransport(consensus, block_bytes=1000), patch.stop
 
 
-def make_ring(consensus):
-    return RingTransport(consensus), lambda: None
-
-
 def make_ring_of_nodes(consensus):
     """Nodes are pretended: two, whose ranks take turns."""
     name = f"node{consensus.rank % 2}"
     with mock.patch.object(MPI, "Get_processor_name", return_value=name):
-        return make_ring(consensus)
+        return RingTransport(consensus), lambda: None
 
 
 def make_by_size(consensus):
@@ -139,10 +127,6 @@ def make_staging(consensus, block_bytes):
     return StagingTransport(host, block_bytes), close
 
 
-def make_staging_by_mpi(consensus):
-    return StagingTransport(MpiTransport(consensus)), lambda: None
-
-
 def require_cuda_aware():
     if os.environ.get("MPIDIST_CUDA_AWARE") != "1":
         pytest.skip("MPIDIST_CUDA_AWARE=1 tells that MPI takes addresses of GPUs")
@@ -172,7 +156,7 @@ def make_nccl(consensus):
 GPU_MAKERS = {
     "staging": functools.partial(make_staging, block_bytes=4 << 20),
     "staging in blocks": functools.partial(make_staging, block_bytes=1000),
-    "staging, mpi": make_staging_by_mpi,
+    "staging, mpi": lambda c: (StagingTransport(MpiTransport(c)), lambda: None),
     "device": make_device,
     "device in blocks": functools.partial(make_device, block_bytes=1000),
     "device mpi": make_device_mpi,
@@ -181,12 +165,12 @@ GPU_MAKERS = {
 }
 MAKERS = {
     "mpi": make_mpi,
-    "mpi, limited": make_limited,
+    "mpi, limited": make(MpiTransport, most_bytes=100),  # at once
     "mpi, of a node": make_mpi_of_a_node,
-    "ordered": make_ordered,
-    "ordered in blocks": make_ordered_in_blocks,
+    "ordered": make(OrderedTransport),
+    "ordered in blocks": make(OrderedTransport, block_bytes=1000),
     "ordered, many ranks": make_ordered_of_many,
-    "ring": make_ring,
+    "ring": make(RingTransport),
     "ring of 2 nodes": make_ring_of_nodes,
     "by size": make_by_size,
     "many nodes": make_of_many_nodes,
