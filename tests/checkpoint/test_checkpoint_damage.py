@@ -72,46 +72,6 @@ def saved(tmp_path):
     alone.experimental_finalize()
 
 
-def test_a_sound_file_is_restored(saved):
-    _, data, restore = saved
-    assert restore(data) is None
-
-
-def test_a_file_that_was_cut_anywhere(saved):
-    path, data, restore = saved
-    lengths = {*range(0, len(data), 997), *range(200), len(data) - 1}
-    for length in sorted(lengths):
-        assert restore(data[:length]) is not None, length
-    assert restore(data + b"\0") is not None
-    assert mpidist.latest_checkpoint(path.parent / "none") is None
-
-
-@pytest.mark.slow
-def test_a_bit_that_was_flipped_anywhere(saved):
-    _, data, restore = saved
-    places = {*range(0, len(data), 401), *range(300), *range(4096, 4600)}
-    for place in sorted(places):
-        changed = bytearray(data)
-        changed[place] ^= 1 << place % 8
-        assert restore(bytes(changed)) is not None, place
-
-
-@pytest.mark.slow
-def test_bytes_that_were_overwritten_or_moved(saved):
-    _, data, restore = saved
-    rng = np.random.default_rng(0)
-    for _ in range(60):
-        start, other = rng.integers(0, len(data) - 600, size=2).tolist()
-        size = int(rng.integers(1, 600))
-        changed = bytearray(data)
-        changed[start : start + size] = data[other : other + size]
-        if bytes(changed) != data:
-            assert restore(bytes(changed)) is not None
-        changed[start : start + size] = bytes(size)
-        if bytes(changed) != data:
-            assert restore(bytes(changed)) is not None
-
-
 def test_the_message_says_what_is_damaged(saved):
     _, data, restore = saved
     offset = data.index(state()["large"].tobytes())

@@ -3,14 +3,11 @@
 import contextlib
 import errno
 import os
-import re
 import resource
-import subprocess
 import threading
 
 import numpy as np
 import pytest
-from all_ranks import on_root
 
 import mpidist
 from mpidist import CheckpointError
@@ -166,49 +163,6 @@ def test_the_next_save_tells_of_the_last_one(strategy, comm, mpi_tmp_path):
     assert len(list(mpi_tmp_path.glob("ckpt-?.h5"))) == 1
 
 
-def test_a_full_disk(strategy, comm, mpi_tmp_path):
-    """A small file system of its own, where the user may mount one."""
-    folder = mpi_tmp_path / "small"
-    if comm.rank == 0:
-        folder.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
-        is_mounted = subprocess.run(mount, capture_output=True).returncode == 0
-    if not comm.bcast(is_mounted if comm.rank == 0 else None):
-        pytest.skip("a file system cannot be mounted here")
-    try:
-        manager = make(strategy, folder)
-        save(manager, 1)
-        manager.wait()
-        files = sorted(os.listdir(folder))
-        with pytest.raises(CheckpointError, match="No space left"):
-            save(manager, 2)
-            manager.wait()
-        comm.Barrier()
-        assert sorted(os.listdir(folder)) == files
-        manager.restore_or_initialize()
-        require(manager, 1)
-    finally:
-        strategy.experimental_finalize()  # lets go of the checkpoint that it holds
-        comm.Barrier()
-        if comm.rank == 0:
-            subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_folder_without_permission(strategy, comm, mpi_tmp_path):
-    if os.geteuid() == 0:
-        pytest.skip("root may write anywhere")
-    manager = make(strategy, mpi_tmp_path)
-    save(manager, 1)
-    manager.wait()
-    on_root(comm, mpi_tmp_path.chmod, 0o555)
-    with pytest.raises(CheckpointError, match="Permission denied"):
-        save(manager, 2)
-        manager.wait()
-    on_root(comm, mpi_tmp_path.chmod, 0o755)
-    manager.restore_or_initialize()
-    require(manager, 1)
-
-
 SCRIPT = """
 import os, resource, signal, sys
 import numpy as np
@@ -256,40 +210,6 @@ for step in range(checkpoint.step + 1, checkpoint.step + 1 + int(steps)):
     if is_first and not is_background:
         print("saved", step, flush=True)
 """
-
-
-@pytest.mark.parametrize("kind", ["blocking", "background"])
-@pytest.mark.slow
-def test_a_rank_that_is_killed_anywhere_in_a_save(comm, mpirun, mpi_tmp_path, kind):
-    if comm.size > 2:
-        pytest.skip("it starts jobs of its own: other numbers of ranks do the same")
-    ranks, known = comm.size, 0
-    rng = np.random.default_rng(0 if kind == "blocking" else 1)
-    for i in range(6):
-        count = int(rng.integers(1, 24))
-        ended = mpirun(
-            ranks,
-            SCRIPT,
-            str(mpi_tmp_path),
-            str(i % ranks),
-            str(count),
-            "9",
-            kind,
-            fails=True,
-        )
-        started = re.findall(r"from (\d+)", ended.stdout)
-        assert len(started) == 1, ended.stderr
-        assert int(started[0]) >= known
-        saved = [int(step) for step in re.findall(r"saved (\d+)", ended.stdout)]
-        known = max([int(started[0]), *saved])
-    ended = mpirun(ranks, SCRIPT, str(mpi_tmp_path), "-1", "0", "2", kind)
-    names = os.listdir(mpi_tmp_path)
-    assert len([name for name in names if re.fullmatch(r"ckpt-\d+\.h5", name)]) == 2
-    assert len(names) == 2 * (1 + (ranks if ranks > 1 else 0))
-    latest = mpidist.latest_checkpoint(mpi_tmp_path)
-    step = mpidist.Checkpoint(strategy=mpidist.MirroredStrategy(), step=0)
-    step.restore(latest)
-    assert step.step >= known + 2
 
 
 @pytest.mark.slow

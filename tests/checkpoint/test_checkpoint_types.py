@@ -61,30 +61,6 @@ NUMBERS = {
 }
 
 
-def nest():
-    ordered = collections.OrderedDict(z=1, a=2, m=3)
-    counts = collections.defaultdict(int, b=1)
-    return {
-        "bytes": np.bytes_(b"text"),
-        "no bytes": np.bytes_(b""),
-        "zeros": np.bytes_(b"a\0\0"),
-        "text": np.str_("grün"),
-        "no text": np.str_(""),
-        "record": np.array((1, 2.5), [("a", "i4"), ("b", "f8")])[()],
-        "point": Point(1, [Point(2, None)]),
-        "named": Named(3, collections.deque([1, 2], maxlen=5)),
-        "ordered": ordered,
-        "numbered": collections.OrderedDict([(3, 1), (1, 2)]),
-        "counts": [counts, collections.Counter("aab")],
-        "lists": collections.defaultdict(list, x=[1]),
-        "queue": collections.deque([(1,), [2]]),
-        "empty": [collections.OrderedDict(), collections.deque(maxlen=0)],
-        "backwards": {"z": 1, "a": {10: 1, 9: 2, -1: 3}, "": []},
-        "list": collections.deque([{"z": 1, "a": ({"y": 1, "x": 2}, [])}]),
-        "numbers": {name: values for name, (values, _) in NUMBERS.items()},
-    }
-
-
 def shape_of(value):
     """Say of what types a nest is, with all that `==` does not compare."""
     if isinstance(value, collections.abc.Mapping):
@@ -95,38 +71,6 @@ def shape_of(value):
         about = getattr(value, "maxlen", None), getattr(value, "_fields", None)
         return type(value).__name__, about, [shape_of(child) for child in value]
     return type(value).__name__, repr(value)
-
-
-@pytest.mark.parametrize("place", ["in a nest", "by name", "in a state", "own"])
-def test_every_type_comes_back(strategy, comm, mpi_tmp_path, place):
-    held = nest()
-
-    def make(value):
-        if place == "by name":
-            return mpidist.Checkpoint(strategy=strategy, **value)
-        if place == "own":
-            value = mpidist.PerReplica(({"nest": value},))
-        kept = State(value) if place == "in a state" else {"nest": value}
-        return mpidist.Checkpoint(strategy=strategy, kept=kept)
-
-    if place == "by name":
-        held = {key.replace(" ", "_"): value for key, value in held.items()}
-    path = make(held).write(mpi_tmp_path / "x")
-    if place == "by name":
-        other = dict.fromkeys(held)
-    else:
-        other = None if place == "in a state" else {}
-    checkpoint = make(other)
-    checkpoint.restore(path)
-    if place == "by name":
-        found = {name: getattr(checkpoint, name) for name in held}
-    elif place == "own":
-        found = checkpoint.kept["nest"].values[0]["nest"]
-    else:
-        found = checkpoint.kept.state if place == "in a state" else checkpoint.kept
-        found = found if place == "in a state" else found["nest"]
-    assert shape_of(found) == shape_of(held)
-    assert found["point"].y[0].x == 2
 
 
 def test_classes_of_the_program_are_taken_where_it_has_some(

@@ -392,19 +392,6 @@ def test_numbers_of_enumerate_do_not_wrap():
         list(Dataset.range(3).enumerate(2**63 - 2).batch(3))
 
 
-@pytest.mark.parametrize("maps", [0, 1, 2])
-def test_repetitions_and_joined_datasets_keep_the_order(maps):
-    """Batches lie in one part or in several; mapped parts are lists of elements."""
-    dataset = Dataset.range(5)
-    for _ in range(maps):
-        dataset = dataset.map(lambda i: i + 0)
-    dataset = dataset.repeat(3).concatenate(dataset.skip(2)).repeat(2)
-    expected = ([*range(5)] * 3 + [2, 3, 4]) * 2
-    for size in (1, 4, 7):
-        batches = dataset.map(lambda i: i).batch(size) if maps else dataset.batch(size)
-        assert np.concatenate(list(batches)).tolist() == expected
-
-
 @pytest.mark.parametrize("package", ["pandas", "polars"])
 def test_collectives_and_files_do_not_round_columns(strategy, mpi_tmp_path, package):
     ids = column(package, "Series", *["Int64"] * (package == "pandas"))

@@ -72,43 +72,13 @@ def of_files(paths):
 
 
 CASES = {
-    "plain": Case(lambda f: numbers(23).batch(5), range(23)),
-    "fewer rows than ranks": Case(lambda f: numbers(5).batch(4), range(5)),
-    "nothing": Case(lambda f: numbers(0).batch(4), []),
-    "shuffled": Case(lambda f: numbers(23).shuffle(seed=3).batch(4), range(23)),
-    "shuffled without seed": Case(lambda f: numbers(23).shuffle().batch(4), range(23)),
-    "shuffled batches": Case(
-        lambda f: numbers(14).shuffle(seed=1).batch(3).shuffle(), range(14)
-    ),
-    "files": Case(lambda f: of_files(f).batch(6), range(18)),
     "shuffled files": Case(lambda f: of_files(f).shuffle().batch(5), range(18)),
     "repeated": Case(
         lambda f: numbers(7).shuffle().repeat(3).batch(4), sorted([*range(7)] * 3)
     ),
-    "repeated batches": Case(
-        lambda f: numbers(7).shuffle(seed=2).batch(4).repeat(3),
-        sorted([*range(7)] * 3),
-    ),
-    "mapped": Case(
-        lambda f: numbers(13).map(lambda x: x + 1).shuffle().batch(4).map(lambda x: -x),
-        range(-13, 0),
-    ),
-    "without remainder": Case(
-        lambda f: numbers(14).batch(4, drop_remainder=True), range(12)
-    ),
-    "a part": Case(
-        lambda f: numbers(30).skip(3).take(20).shard(2, 1).batch(3), range(4, 23, 2)
-    ),
-    "concatenated": Case(
-        lambda f: (
-            numbers(9).shuffle().batch(4).concatenate(Dataset.range(9, 14).batch(2))
-        ),
-        range(14),
-    ),
     "endless": Case(
         lambda f: numbers(8).shuffle().repeat().batch(4), sorted([*range(8)] * 4), 8
     ),
-    "generated": Case(lambda f: generated(14).batch(4), range(14)),
     "generated and shuffled": Case(
         lambda f: generated(14).shuffle(5).map(lambda x: x * 2).batch(4),
         range(0, 28, 2),
@@ -119,60 +89,6 @@ CASES = {
         ),
         range(9),
     ),
-    "rows and a generator": Case(
-        lambda f: (
-            numbers(5)
-            .batch(2)
-            .concatenate(Dataset.from_generator(lambda: iter(range(5, 9))).batch(3))
-        ),
-        range(9),
-    ),
-    "zipped": Case(
-        lambda f: Dataset.zip(of_files(f).shuffle(), numbers(21).shuffle()).batch(4),
-        range(18),
-    ),
-    "zipped in order": Case(
-        lambda f: Dataset.zip({"a": of_files(f), "b": numbers(30)}).shuffle().batch(4),
-        range(18),
-    ),
-    "zipped batches": Case(
-        lambda f: Dataset.zip(numbers(18).batch(5), of_files(f).batch(5)), range(18)
-    ),
-    "zipped and repeated": Case(
-        lambda f: Dataset.zip(numbers(7).repeat(), numbers(9)).batch(4).repeat(2),
-        sorted([*range(7), 0, 1] * 2),
-    ),
-    "enumerated": Case(
-        lambda f: of_files(f).shuffle(seed=4).enumerate(3).shuffle().batch(5),
-        range(3, 21),
-    ),
-    "unbatched": Case(
-        lambda f: of_files(f).shuffle(seed=4).batch(4).unbatch().shuffle().batch(5),
-        range(18),
-    ),
-    "unbatched parts": Case(
-        lambda f: (
-            numbers(23)
-            .batch(4, drop_remainder=True)
-            .skip(1)
-            .take(3)
-            .cache()
-            .repeat(2)
-            .concatenate(Dataset.range(30, 33).batch(2))
-            .unbatch()
-            .shuffle()
-            .batch(5)
-        ),
-        sorted([*range(4, 16)] * 2 + [30, 31, 32]),
-    ),
-    "unbatched after a function": Case(
-        lambda f: numbers(23).batch(4).map(lambda x: x[x > 3]).unbatch().batch(5),
-        range(4, 23),
-    ),
-    "filtered": Case(
-        lambda f: of_files(f).shuffle().filter(lambda row: row["x"] % 3 == 0).batch(4),
-        range(0, 18, 3),
-    ),
     "interleaved": Case(
         lambda f: (
             Dataset.range(4)
@@ -181,24 +97,8 @@ CASES = {
         ),
         [10, 11, 12, *range(20, 26), *range(30, 39)],
     ),
-    "interleaved files": Case(
-        lambda f: (
-            Dataset.from_tensor_slices(np.array(list(map(str, f))))
-            .interleave(lambda path: Dataset.from_hdf5(path, "x"), 2, 3)
-            .batch(4)
-        ),
-        range(18),
-    ),
 }
-# They show what interleaving and files each show, and take long
-SLOW = {"interleaved files"}
-ALL_CASES = pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in SLOW))
-        for name, case in CASES.items()
-    ],
-)
+ALL_CASES = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 
 
 # Runs
@@ -317,60 +217,6 @@ def test_an_iterator_in_use_goes_back_at_every_step(strategy, files, case, prefe
     assert set(threading.enumerate()) <= before
 
 
-@PREFETCH
-@ALL_CASES
-def test_local_iterators_go_on_at_every_step(case, prefetch, tmp_path):
-    paths = write(tmp_path / "data", [5, 0, 2, 11])
-
-    def build():
-        return case.build(paths).prefetch(prefetch)
-
-    def go_on(iterator):
-        steps, states = [], [iterator.get_state()]
-        while states[-1]["step"] != case.limit:
-            batch = next(iterator, None)
-            if batch is None:
-                break
-            steps.append([leaf.tolist() for leaf in nest.flatten(batch)[0]])
-            states.append(iterator.get_state())
-        return Run(steps, states)
-
-    before = set(threading.enumerate())
-    dataset, other = build(), build()
-    epochs = [go_on(iter(dataset)) for _ in range(3)]
-    for this, following in itertools.pairwise(epochs):
-        assert sorted(x for s in this.steps for x in s[0]) == list(case.rows)
-        for i, state in enumerate(this.states):
-            iterator = iter(other)
-            iterator.set_state(state)
-            assert go_on(iterator) == (this.steps[i:], this.states[i:])
-        assert go_on(iter(other)) == following
-    del iterator
-    assert set(threading.enumerate()) <= before
-
-
-@ALL_CASES
-def test_local_and_distributed_iterators_take_each_others_states(
-    strategy, comm, files, case
-):
-    dataset = case.build(files([5, 2, 11]))
-    local = iter(dataset)
-    next(local, None)
-    state = comm.bcast(local.get_state())
-    divided = strategy.experimental_distribute_dataset(dataset)
-    iterator = iter(divided)
-    iterator.set_state(state)
-    there = run(strategy, iterator, case.limit)
-    back = iter(dataset)
-    back.set_state(state)
-    limit = case.limit and case.limit - state["step"]
-    assert there.steps == [
-        [leaf.tolist() for leaf in nest.flatten(batch)[0]]
-        for batch in itertools.islice(back, limit)
-    ]
-    assert back.get_state() == there.states[-1]
-
-
 # The state itself
 
 
@@ -402,18 +248,6 @@ def test_a_state_is_not_changed_by_what_comes_after(strategy):
     iterator.set_state(state)
     state["step"] = 2
     assert iterator.get_state() == copy
-
-
-@PREFETCH
-def test_batches_read_ahead_are_not_consumed(strategy, prefetch):
-    dataset = numbers(40).batch(4)
-    divided = strategy.experimental_distribute_dataset(dataset, reading_ahead(prefetch))
-    for iterator in (iter(divided), iter(dataset.prefetch(prefetch))):
-        for step in range(5):
-            assert iterator.get_state()["step"] == step
-            next(iterator)
-        iterator.close()
-        assert iterator.get_state()["step"] == 5
 
 
 def test_the_epoch_is_part_of_the_state(strategy):

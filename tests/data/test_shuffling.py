@@ -144,22 +144,6 @@ def test_datasets_divided_over_replicas(strategy, path, name, window, drop):
         assert np.concatenate(parts).tolist() == alone[4]
 
 
-def test_a_window_may_follow_other_steps(path):
-    base = Dataset.from_hdf5(path, "x")
-    for dataset in [
-        base.take(500).skip(3),
-        base.map(lambda x: x),
-        base.concatenate(base),
-        base.take(100).map(lambda x: x + 1).concatenate(base),
-    ]:
-        expected = sorted(int(x) for x in dataset)
-        for batch in (7, 64):
-            mixed = dataset.shuffle(seed=1, window_chunks=3).batch(batch)
-            found = [x for b in mixed for x in b.tolist()]
-            assert sorted(found) == expected
-            assert found != expected
-
-
 @pytest.mark.slow
 def test_large_compressed_datasets_are_mixed_by_chunk(tmp_path, monkeypatch):
     from mpidist.hdf5 import read as hdf5_parts

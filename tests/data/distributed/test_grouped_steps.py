@@ -41,14 +41,6 @@ def test_every_row_comes_once(strategy, path, monkeypatch, steps, depth, batch):
         assert rows_of(strategy, divided) == list(range(ROWS))
 
 
-def test_an_endless_dataset(strategy, path):
-    dataset = Dataset.from_hdf5(path, "x").repeat().batch(30)
-    iterator = iter(strategy.experimental_distribute_dataset(dataset))
-    found = rows_of(strategy, [next(iterator) for _ in range(40)])
-    assert found == sorted([*range(ROWS)] * 6)
-    iterator.close()
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("behind", [1, 2, 5])
 def test_a_replica_behind_the_others_is_noticed_by_the_next_collective(

@@ -154,21 +154,6 @@ def test_too_little_memory_for_one_batch_of_many_is_met_at_that_batch(
     assert in_order(strategy, comm, stream, batches) == list(range(32))
 
 
-def test_rows_of_files_arrive(strategy, comm, stream, tmp_path):
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        file["x"] = np.arange(60.0).reshape(20, 3)
-        file["y"] = np.arange(20) % 2 == 0
-    dataset = Dataset.from_hdf5(tmp_path / "x.h5", ["x", "y"]).shuffle(seed=1).batch(6)
-    found = []
-    for batch in strategy.experimental_distribute_dataset(dataset):
-        x, y = (on_host(stream, local(strategy, leaf)) for leaf in batch)
-        assert (x.dtype, y.dtype) == (np.dtype("f8"), np.dtype("?"))
-        assert ((x[:, 0] // 3 % 2 == 0) == y).all()
-        found.extend(x[:, 0])
-    total = [x for part in comm.allgather(found) for x in part]
-    assert sorted(total) == list(range(0, 60, 3))
-
-
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("chunks", [None, (3, 50_000), (2, 20_000), "gzip"])
 @pytest.mark.parametrize("files", [1, 3])
@@ -199,15 +184,6 @@ def test_large_rows_of_files_arrive_as_they_were_read(
     # None of it was packed
     assert set(stream.sent) & {8 * length * i for i in range(1, 13)}
     assert max(s for s in stream.sent if s % (8 * length)) <= 4096
-
-
-def test_batches_that_are_kept_stay_as_they_are(strategy, comm, stream):
-    n = comm.size
-    divided = strategy.experimental_distribute_dataset(numbers(50 * n).batch(n))
-    kept = [local(strategy, batch) for batch in divided]
-    assert [on_host(stream, array)[0] for array in kept] == list(
-        range(comm.rank, 50 * n, n)
-    )
 
 
 def test_text_stays_on_the_host(strategy, comm, stream):
@@ -278,20 +254,6 @@ def test_too_little_memory_on_one_rank_is_an_error_on_all(strategy, comm, stream
         next(iterator)
     stream.host.limit = float("inf")
     assert in_order(strategy, comm, stream, iterator) == list(range(32))
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_a_state_is_gone_on_from(strategy, comm, stream, depth):
-    divided = strategy.experimental_distribute_dataset(
-        numbers(32).batch(4), reading_ahead(depth)
-    )
-    iterator = iter(divided)
-    next(iterator)
-    state = iterator.get_state()
-    next(iterator)
-    iterator.set_state(state)
-    assert in_order(strategy, comm, stream, iterator) == list(range(4, 32))
-    require_all_returned(stream)
 
 
 def test_replicas_that_have_ended_get_batches_of_no_rows(strategy, comm, stream):

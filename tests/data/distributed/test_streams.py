@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from typing import NamedTuple
 
@@ -16,11 +15,6 @@ from mpidist import Dataset
 
 MESSAGE = "damaged on purpose"
 PREFETCH = pytest.mark.parametrize("prefetch", [0, 1, 3])
-
-
-class Pair(NamedTuple):
-    x: np.ndarray
-    y: np.ndarray
 
 
 # Global batches
@@ -48,15 +42,6 @@ def test_plain_batches_are_divided(strategy, comm, as_function):
             assert {p.dtype for p in parts} == {np.dtype(np.int32)}
         y = on_all_ranks(strategy, comm, [batch["y"] for batch in found])
         assert {p.shape[1:] for parts in y for p in parts} == {(1,)}
-
-
-def test_endless_generators_may_be_cut_off(strategy, comm):
-    dataset = Dataset.from_generator(itertools.count).batch(4)
-    taken = strategy.experimental_distribute_dataset(dataset.take(3))
-    assert in_order(on_all_ranks(strategy, comm, taken)) == list(range(12))
-    divided = strategy.experimental_distribute_dataset(dataset)
-    steps = on_all_ranks(strategy, comm, itertools.islice(divided, 3))
-    assert in_order(steps) == list(range(12))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -172,54 +157,12 @@ def test_replicas_that_run_out_get_batches_without_rows(
                 assert (part == 10 * rank + i).all()
 
 
-@pytest.mark.mpi(min_size=2)
-def test_only_one_replica_has_batches(strategy, comm):
-    def make(ctx):
-        batches = [Pair(np.ones((2, 3), "f4"), np.arange(2))] * 3
-        return batches if ctx.input_pipeline_id == 1 else []
-
-    steps = [
-        local(strategy, pair.x).shape + local(strategy, pair.y).shape
-        for pair in strategy.distribute_datasets_from_function(make)
-    ]
-    assert steps == [(2, 3, 2) if comm.rank == 1 else (0, 3, 0)] * 3
-
-
 def test_no_replica_has_batches(strategy):
     divided = strategy.distribute_datasets_from_function(lambda ctx: [])
     for _ in range(2):
         assert list(divided) == []
     with pytest.raises(mpidist.OutOfRangeError):
         iter(divided).get_next()
-
-
-@PREFETCH
-def test_generators_and_datasets_of_known_length_mix(strategy, comm, prefetch):
-    def make(ctx):
-        rank = ctx.input_pipeline_id
-        source = Dataset.range if rank % 2 else generated
-        return source(5 - rank).map(lambda x: x + 10 * rank).batch(2)
-
-    divided = strategy.distribute_datasets_from_function(make, reading_ahead(prefetch))
-    for _ in range(2):
-        steps = on_all_ranks(strategy, comm, divided)
-        assert len(steps) == 3
-        for rank in range(comm.size):
-            mine = in_order([[parts[rank]] for parts in steps])
-            assert mine == [10 * rank + i for i in range(5 - rank)]
-
-
-def test_endless_generators_with_take(strategy, comm):
-    def make(ctx):
-        batches = Dataset.from_generator(itertools.count).batch(2)
-        return batches.take(ctx.input_pipeline_id + 1)
-
-    steps = on_all_ranks(
-        strategy, comm, strategy.distribute_datasets_from_function(make)
-    )
-    assert [list(map(len, parts)) for parts in steps] == [
-        [2 if i <= rank else 0 for rank in range(comm.size)] for i in range(comm.size)
-    ]
 
 
 def test_no_rows_take_the_shape_of_the_own_last_batch(strategy, comm):
@@ -298,29 +241,6 @@ def test_replicas_that_are_out_of_step_are_an_error_on_all(strategy, comm, kind)
     with pytest.raises(mpidist.MismatchError, match="on rank"):
         next(iter(three))
     require_usable(strategy)
-
-
-@pytest.mark.parametrize("trial", range(12))
-def test_any_lengths_give_every_row_once(strategy, comm, trial):
-    random = np.random.default_rng(trial)
-    lengths = random.integers(0, 9, comm.size).tolist()
-    sizes = random.integers(1, 4, comm.size).tolist()
-    is_stream = random.integers(0, 2, comm.size).tolist()
-    prefetch = int(random.integers(0, 3))
-
-    def make(ctx):
-        rank = ctx.input_pipeline_id
-        source = generated if is_stream[rank] else Dataset.range
-        rows = source(lengths[rank]).map(lambda x: x + 100 * rank)
-        return rows.batch(sizes[rank])
-
-    divided = strategy.distribute_datasets_from_function(make, reading_ahead(prefetch))
-    for _ in range(2):
-        steps = on_all_ranks(strategy, comm, divided)
-        assert len(steps) == max(-(-n // k) for n, k in zip(lengths, sizes))
-        assert sorted(in_order(steps)) == [
-            100 * rank + i for rank, n in enumerate(lengths) for i in range(n)
-        ]
 
 
 # Failures and threads
@@ -451,10 +371,3 @@ def test_the_default_strategy_gives_bare_batches_and_others_do_not(comm):
                 batches = [batch.values[0] for batch in batches]
             assert [batch.tolist() for batch in batches] == [[0, 1, 2]] * 2
     alone.experimental_finalize()
-
-
-def test_batches_of_generators_go_through_run_and_reduce(strategy):
-    rows = np.random.default_rng(0).normal(size=(14, 3))
-    divided = strategy.experimental_distribute_dataset([rows[:8], rows[8:9], rows[9:]])
-    total = sum(strategy.reduce("SUM", batch, axis=0) for batch in divided)
-    np.testing.assert_allclose(total, rows.sum(axis=0))

@@ -22,7 +22,6 @@ from hdf5_damage import (
 )
 from hdf5_files import require_same
 
-import mpidist
 from mpidist import DataError, Dataset
 from mpidist.hdf5 import files
 from mpidist.hdf5.files import RawFile, WatchedFile
@@ -254,17 +253,3 @@ def test_rows_of_a_dataset(tmp_path, chunks, compression):
     dataset = Dataset.from_hdf5(tmp_path / "a.h5", "x").shuffle(seed=1)
     found = np.concatenate(list(dataset.batch(7)))
     require_same(found[np.argsort(found[:, 0])], data)
-
-
-@pytest.mark.usefixtures("kept")
-def test_rows_of_a_distributed_dataset(strategy, comm, mpi_tmp_path):
-    path = mpi_tmp_path / "a.h5"
-    if comm.rank == 0:
-        with h5py.File(path, "w") as file:
-            file["x"] = np.arange(1000)
-    comm.Barrier()
-    rows = Dataset.from_hdf5(path, "x").shuffle(seed=1).batch(30)
-    divided = strategy.experimental_distribute_dataset(rows)
-    total = sum(int(strategy.reduce("SUM", batch, axis=0)) for batch in divided)
-    assert total == 999 * 500
-    assert mpidist.Dataset.from_hdf5(path, "x").cardinality() == 1000

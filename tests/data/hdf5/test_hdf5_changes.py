@@ -128,32 +128,6 @@ def test_a_file_that_is_cut_at_any_moment(tmp_path, layout):
         source.close()
 
 
-@pytest.mark.parametrize("layout", RECIPES)
-@pytest.mark.parametrize("depth", [0, 1])
-def test_a_file_that_is_replaced_or_removed_while_it_is_read(
-    strategy, comm, mpi_tmp_path, layout, depth
-):
-    """The old rows, which the open file still has, or an error; never the new ones."""
-    data, path = wide(64), mpi_tmp_path / "a.h5"
-    for change in ["replaced alike", "replaced otherwise", "removed"]:
-        on_root(comm, write_wide, path, RECIPES[layout], data)
-        dataset = Dataset.from_hdf5(path, "x")
-        iterator = iter(divide(strategy, dataset, 8, depth))
-        require_same(local(strategy, next(iterator)), slice_of(data, strategy, 0, 8))
-        if change == "removed":
-            on_root(comm, path.unlink)
-        else:
-            other = (
-                Recipe((3, 100)) if change.endswith("otherwise") else RECIPES[layout]
-            )
-            on_root(comm, write_wide, mpi_tmp_path / "new.h5", other, -data)
-            on_root(comm, os.replace, mpi_tmp_path / "new.h5", path)
-        step, error = steps_until_error(strategy, comm, iterator, data, 8, first=1)
-        if step is not None:
-            require_names(error, path)
-        iterator.close()
-
-
 @pytest.mark.parametrize("layout", ["contiguous", "compact"])
 def test_one_of_many_files_that_is_rewritten_in_place_between_epochs(
     strategy, comm, mpi_tmp_path, layout
