@@ -491,11 +491,7 @@ def of_replicas(n, k):
 
 OWN = {
     "unequal": lambda c: numbers(3 + 5 * c.input_pipeline_id).shuffle().batch(2),
-    "sharded": lambda c: (
-        numbers(23).shard(c.num_input_pipelines, c.input_pipeline_id).batch(3)
-    ),
     "generators": lambda c: generated(3 + 5 * c.input_pipeline_id).shuffle(4).batch(2),
-    "generators that are empty": lambda c: generated(5 * c.input_pipeline_id).batch(2),
     "rows and generators": lambda c: (
         generated(4).batch(2) if c.input_pipeline_id == 0 else numbers(9).batch(2)
     ),
@@ -706,32 +702,24 @@ def test_going_on_does_not_start_a_generator_that_has_not_begun(strategy):
 
 
 @pytest.mark.parametrize("make", [numbers, generated])
-def test_iterators_of_tensorflow_1_go_on_at_every_step(strategy, comm, make):
-    def begin():
-        return strategy.make_dataset_iterator(make(30).shuffle(9).batch(12))
-
+def test_iterators_of_tensorflow_1_go_on(strategy, make):
     def rest(iterator):
-        steps, states = [], [iterator.get_state()]
+        steps = []
         while True:
             try:
-                batch = iterator.get_next()
+                steps.append(whole(strategy, iterator.get_next()))
             except mpidist.OutOfRangeError:
-                return Run(steps, states)
-            steps.append(whole(strategy, batch))
-            states.append(iterator.get_state())
+                return steps
 
-    iterator, other = begin(), begin()
-    epochs = []
-    for _ in range(3):
-        epochs.append(rest(iterator))
+    iterator, other = (
+        strategy.make_dataset_iterator(make(30).shuffle(9).batch(12)) for _ in range(2)
+    )
+    for _ in range(2):  # epochs
+        iterator.get_next()
+        state, expected = iterator.get_state(), rest(iterator)
+        other.set_state(state)
+        assert rest(other) == expected
         iterator.initialize()
-    assert sorted(x for [b] in epochs[0].steps for x in b) == list(range(30))
-    for this, following in itertools.pairwise(epochs):
-        for i, state in enumerate(this.states):
-            other.set_state(state)
-            assert rest(other) == (this.steps[i:], this.states[i:])
-        other.initialize()
-        assert rest(other) == following
     with pytest.raises(ValueError, match="version"):
         other.set_state({})
     iterator.close(), other.close()

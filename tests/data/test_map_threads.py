@@ -103,14 +103,6 @@ def test_one_thread_per_core_that_may_be_used():
     assert 1 <= len(threads) <= len(os.sched_getaffinity(0))
 
 
-@pytest.mark.parametrize("count", [0, -2])
-def test_numbers_of_calls_that_cannot_be_are_refused(count):
-    with pytest.raises(ValueError, match=f"num_parallel_calls must be.* not {count}"):
-        numbers(3).map(abs, num_parallel_calls=count)
-    with pytest.raises(TypeError):
-        numbers(3).map(abs, num_parallel_calls=1.5)
-
-
 @pytest.mark.parametrize("source", [numbers, generated])
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_the_first_failure_in_order_is_raised(source, batch_first):
@@ -256,21 +248,3 @@ def test_a_failure_on_one_rank_is_raised_on_all(strategy, batch_first, source):
     require_usable(strategy)
     iterator.close()
     require_no_new_threads(before)
-
-
-def test_after_a_failure_the_step_can_be_read_again(strategy, comm):
-    failed = []
-
-    def fail_once(x):
-        if (x == 9).any() and not failed:
-            failed.append(x)
-            raise OSError(MESSAGE)
-        return x
-
-    dataset = numbers(32).batch(4).map(fail_once, num_parallel_calls=2)
-    iterator = iter(strategy.experimental_distribute_dataset(dataset))
-    batches = [next(iterator), next(iterator)]
-    with pytest.raises(OSError, match=MESSAGE):
-        next(iterator)
-    batches += list(iterator)
-    assert rows_in_order(strategy, comm, batches) == list(range(32))

@@ -32,50 +32,6 @@ def test_an_iterator_that_is_closed_or_at_its_end_has_no_thread(
     assert not readers(before)
 
 
-def test_a_loop_that_is_broken_off_leaves_no_thread(strategy, read_in_threads):
-    before = set(threading.enumerate())
-    for _ in strategy.experimental_distribute_dataset(numbers(400).batch(4)):
-        left = readers(before)
-        break
-    assert left
-    for reader in left:
-        reader.join(600)
-    assert not readers(before)
-
-
-@pytest.mark.parametrize("after", [False, True], ids=["rows", "batches"])
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_what_a_map_raises_on_one_rank_is_raised_on_all(strategy, after, prefetch):
-    def fail(x):
-        if (np.asarray(x) == 11).any():
-            raise KeyError(MESSAGE)
-        return x
-
-    rows = numbers(16)
-    dataset = rows.batch(8).map(fail) if after else rows.map(fail).batch(8)
-    options = InputOptions(experimental_per_replica_buffer_size=prefetch)
-    iterator = iter(strategy.experimental_distribute_dataset(dataset, options))
-    next(iterator)
-    with pytest.raises(KeyError, match=MESSAGE):
-        next(iterator)
-    require_usable(strategy)
-
-
-def test_a_stop_iteration_of_a_map_does_not_end_the_epoch(strategy):
-    dataset = numbers(4).map(lambda x: next(iter(()))).batch(2)
-    divided = strategy.experimental_distribute_dataset(dataset)
-    with pytest.raises(RuntimeError):
-        list(divided)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_map_over_batches_must_keep_their_rows(strategy):
-    dataset = numbers(16).batch(8).map(lambda x: x[:1])
-    with pytest.raises(ValueError, match="one row for each row"):
-        next(iter(strategy.experimental_distribute_dataset(dataset)))
-    require_usable(strategy)
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     "build",

@@ -26,9 +26,10 @@ from hdf5_damage import (
     slice_of,
     steps_until_error,
     wide,
+    write,
     write_wide,
 )
-from hdf5_files import Recipe, require_same, whole
+from hdf5_files import Recipe, require_same, rows_of, whole
 
 from mpidist import DataError, Dataset
 from mpidist.data.distributed import reader
@@ -267,6 +268,29 @@ def test_a_file_that_changed_before_it_is_opened_again(tmp_path, layout):
             else:
                 require_same(found, -data)
             one.close()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        np.zeros((5, 2)),
+        np.zeros((4, 1), int),
+        np.full((4, 2), 0.5),
+        7,
+        None,
+    ],
+    ids=["rows", "row shape", "dtype", "scalar", "group"],
+)
+def test_a_file_that_changed_since_it_was_inspected_is_an_error(tmp_path, changed):
+    path = tmp_path / "a.h5"
+    write(path, x=np.zeros((4, 2), int))
+    dataset = Dataset.from_hdf5(path, "x")
+    assert len(dataset) == 4
+    copy = pickle.dumps(dataset)
+    path.unlink()
+    write(path, **({"x/y": 1} if changed is None else {"x": changed}))
+    with pytest.raises(DataError, match="'x'"):
+        rows_of(pickle.loads(copy), range(4))
 
 
 def resize_elsewhere(path, rows):

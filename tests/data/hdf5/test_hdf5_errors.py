@@ -208,6 +208,11 @@ def test_a_pattern_that_no_file_matches(strategy, comm, mpi_tmp_path):
 
     error = failure_of(strategy, comm, make)
     require_names(error, mpi_tmp_path / "*.h5")
+    with pytest.raises(ValueError, match="at least one file"):
+        Dataset.from_hdf5([], "x")
+    for names in ([], {}):
+        with pytest.raises(ValueError, match="dataset"):
+            len(Dataset.from_hdf5(mpi_tmp_path / "a.h5", names))
 
     def divide_own(context):
         if context.input_pipeline_id == comm.size - 1:

@@ -325,13 +325,13 @@ def test_chunks_after_a_user_block_are_left_to_a_hdf5_that_does_not_locate_them(
 
 
 def test_paths_of_any_characters_and_links_to_files(tmp_path):
-    path = tmp_path / "a \N{GREEK SMALL LETTER MU} (1) #%.h5"
+    path = tmp_path / "a \N{GREEK SMALL LETTER MU} (1) [1] #%.h5"
     with h5py.File(path, "w") as file:
         Recipe((4, 2, 2), ("gzip",)).write(file, INTEGERS)
         file["y"] = NUMBERS
     (tmp_path / "link.h5").symlink_to(path.name)
     os.link(path, tmp_path / "hard.h5")
-    for one in [path, tmp_path / "link.h5", tmp_path / "hard.h5"]:
+    for one in [path, str(path), tmp_path / "link.h5", tmp_path / "hard.h5"]:
         require_all(one, ["x", "y"])
 
 
