@@ -17,11 +17,8 @@ from mpidist.checkpoint.format import (
     Header,
     Shard,
     SparseFile,
-    between,
-    lay_out,
 )
 from mpidist.checkpoint.reading import read_tree
-from mpidist.checkpoint.tree import encode
 
 SETTINGS = settings(
     max_examples=60, deadline=None, suppress_health_check=list(HealthCheck)
@@ -198,37 +195,9 @@ def test_a_lost_dataset_is_named(saved):
     assert "'large': expected" in str(restore(forged(change)))
 
 
-def test_a_file_in_memory_has_holes():
-    rng = np.random.default_rng(0)
-    image, expected = SparseFile(), bytearray(50_000)
-    for _ in range(300):
-        offset, size = int(rng.integers(0, 40_000)), int(rng.integers(1, 9_000))
-        data = rng.bytes(size)
-        image.seek(offset)
-        assert image.write(data) == size
-        assert image.tell() == offset + size
-        expected[offset : offset + size] = data
-    image.truncate(50_000)
-    assert image.seek(0, 2) == 50_000
-    image.seek(0)
-    assert image.read(50_000) == bytes(expected)
-
-
 def test_a_hole_takes_no_memory():
     image = SparseFile()
     image.seek(1 << 50)
     image.write(b"end")
     image.seek((1 << 50) - 2)
     assert image.read(5) == b"\0\0end"
-
-
-def test_what_is_between_the_holes():
-    found = list(between(10, [(10, 5), (100, 50), (150, 20)], 200))
-    assert found == [(15, 85), (170, 30)]
-
-
-def test_large_arrays_are_aligned_and_in_the_header(tmp_path):
-    plan = lay_out(encode({"x": np.zeros(100_000), "y": np.zeros(3)}, ()), {})
-    ((offset, array),) = plan.data
-    assert offset % 4096 == 0
-    assert array.nbytes == 800_000

@@ -59,46 +59,8 @@ def files(comm, mpi_tmp_path):
     return make
 
 
-class Case(NamedTuple):
-    """A dataset of batches, and the rows of an epoch without their order."""
-
-    build: object
-    rows: list
-    limit: int | None = None  # of steps, where there is no end
-
-
 def of_files(paths):
     return Dataset.from_hdf5(paths, {"x": "x", "y": "y"})
-
-
-CASES = {
-    "shuffled files": Case(lambda f: of_files(f).shuffle().batch(5), range(18)),
-    "repeated": Case(
-        lambda f: numbers(7).shuffle().repeat(3).batch(4), sorted([*range(7)] * 3)
-    ),
-    "endless": Case(
-        lambda f: numbers(8).shuffle().repeat().batch(4), sorted([*range(8)] * 4), 8
-    ),
-    "generated and shuffled": Case(
-        lambda f: generated(14).shuffle(5).map(lambda x: x * 2).batch(4),
-        range(0, 28, 2),
-    ),
-    "generated batches": Case(
-        lambda f: mpidist.data.dataset.as_dataset(
-            [np.arange(3), np.arange(3, 4), np.arange(4, 9)], "test"
-        ),
-        range(9),
-    ),
-    "interleaved": Case(
-        lambda f: (
-            Dataset.range(4)
-            .interleave(lambda i: numbers(3 * i).map(lambda x: 10 * i + x).shuffle(), 3)
-            .batch(4)
-        ),
-        [10, 11, 12, *range(20, 26), *range(30, 39)],
-    ),
-}
-ALL_CASES = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 
 
 # Runs
@@ -151,36 +113,6 @@ def record(strategy, dataset, epochs, limit):
     return [run(strategy, iter(divided), limit) for _ in range(epochs)]
 
 
-def require_rest(strategy, dataset, runs, limit):
-    """Restore every state of the first epochs, and compare all that follows."""
-    divided = strategy.experimental_distribute_dataset(dataset)
-    for this, following in itertools.pairwise(runs):
-        for i, state in enumerate(this.states):
-            iterator = iter(divided)
-            iterator.set_state(state)
-            assert iterator.get_state() == state
-            assert run(strategy, iterator, limit) == (this.steps[i:], this.states[i:])
-        assert run(strategy, iter(divided), limit) == following
-
-
-@ALL_CASES
-def test_every_state_fits_every_number_of_ranks(comm, strategies, files, case):
-    paths = files([5, 0, 2, 11])
-    for saver in strategies.values():
-        dataset = case.build(paths)
-        runs = record(saver, dataset, 3, case.limit) if saver else None
-        runs = comm.bcast(runs)
-        for epoch, recorded in enumerate(runs):
-            rows = sorted(x for step in recorded.steps for x in step[0])
-            assert rows == list(case.rows)
-            assert [s["epoch"] for s in recorded.states] == [epoch] * (
-                len(recorded.steps) + 1
-            )
-        # Restored in other objects, as in another job
-        for strategy in filter(None, strategies.values()):
-            require_rest(strategy, case.build(paths), runs, case.limit)
-
-
 def test_a_state_does_not_depend_on_the_number_of_ranks(comm, strategies, files):
     paths = files([5, 0, 2, 11])
     recorded = [
@@ -192,29 +124,22 @@ def test_a_state_does_not_depend_on_the_number_of_ranks(comm, strategies, files)
     assert all(runs == everywhere[0] for runs in everywhere)
 
 
+ENDLESS = numbers(8).shuffle().repeat().batch(4), 8
+PLAIN = [np.arange(3), np.arange(3, 4), np.arange(4, 9)], None
+
+
 @PREFETCH
-@ALL_CASES
-def test_an_iterator_in_use_goes_back_at_every_step(strategy, files, case, prefetch):
-    dataset = case.build(files([5, 0, 2, 11]))
-    divided = strategy.experimental_distribute_dataset(dataset, reading_ahead(prefetch))
-    expected = run(strategy, iter(divided), case.limit)
-    before = set(threading.enumerate())
-    iterator = iter(divided)
-    for back in range(len(expected.states)):
-        iterator.set_state(expected.states[-1 - back])
-        assert run(strategy, iterator, case.limit) == (
-            expected.steps[len(expected.steps) - back :],
-            expected.states[-1 - back :],
-        )
-        assert set(threading.enumerate()) <= before
-    for i, batch in enumerate(expected.steps):
-        iterator.set_state(expected.states[0])  # what was read ahead is of no use
+@pytest.mark.parametrize(("batches", "limit"), [ENDLESS, PLAIN], ids=["endless", ""])
+def test_other_batches_go_on_at_every_step(strategy, batches, limit, prefetch):
+    """The other kinds: tests/fuzz/rows.py."""
+    options, before = reading_ahead(prefetch), set(threading.enumerate())
+    divided = strategy.experimental_distribute_dataset(batches, options)
+    expected, iterator = run(strategy, iter(divided), limit), iter(divided)
+    for i in reversed(range(len(expected.states))):
         iterator.set_state(expected.states[i])
-        assert whole(strategy, next(iterator)) == batch
-        assert iterator.get_state() == expected.states[i + 1]
-        assert len(set(threading.enumerate()) - before) <= 1
-    iterator.close()
-    assert set(threading.enumerate()) <= before
+        rest = run(strategy, iterator, limit)
+        assert rest == (expected.steps[i:], expected.states[i:])
+        assert set(threading.enumerate()) <= before
 
 
 # The state itself
@@ -489,26 +414,13 @@ def of_replicas(n, k):
     return f"of {n} replicas, each.*here they are of {k} replica.*AUTO or DATA fit"
 
 
-OWN = {
-    "unequal": lambda c: numbers(3 + 5 * c.input_pipeline_id).shuffle().batch(2),
-    "generators": lambda c: generated(3 + 5 * c.input_pipeline_id).shuffle(4).batch(2),
-    "rows and generators": lambda c: (
-        generated(4).batch(2) if c.input_pipeline_id == 0 else numbers(9).batch(2)
-    ),
-}
-
-
-@pytest.mark.parametrize("build", OWN.values(), ids=list(OWN))
-def test_replicas_own_data_go_on_at_the_same_number_of_ranks(
-    strategy, comm, strategies, build
-):
+def test_states_of_replicas_own_data_fit_as_many_ranks(strategy, comm, strategies):
     def divide(strategy):
-        return strategy.distribute_datasets_from_function(build)
+        return strategy.distribute_datasets_from_function(
+            lambda c: (generated if c.input_pipeline_id == 0 else numbers)(9).batch(2)
+        )
 
-    epoch = require_own_rest(strategy, comm, divide)
-    rows = sorted(x for batch in epoch.steps for x in batch)
-    context = mpidist.InputContext(comm.size, comm.rank, comm.size)
-    assert rows == sorted(x for batch in build(context) for x in batch.tolist())
+    require_own_rest(strategy, comm, divide)
     require_only_here(comm, strategies, divide, of_replicas)
 
 

@@ -1,7 +1,6 @@
 """Maps in several threads: the same elements in the same order, and no thread left."""
 
 import functools
-import os
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -90,17 +89,6 @@ def test_a_call_that_was_cancelled_holds_nothing():
         del add, thing
         assert gone() is None
         go.set()
-
-
-def test_one_thread_per_core_that_may_be_used():
-    threads = set()
-
-    def note(x):
-        threads.add(threading.current_thread().name)
-        return x
-
-    list(numbers(50).map(note, num_parallel_calls=-1).batch(50))
-    assert 1 <= len(threads) <= len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize("source", [numbers, generated])

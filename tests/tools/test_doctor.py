@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import mpidist
-from mpidist.__main__ import main
 
 DOCTOR = ["-m", "mpidist", "doctor"]
 LIBRARY = str(Path(mpidist.__file__).parents[1])
@@ -391,27 +390,6 @@ def test_no_process_stays_when_it_is_ended(fake, tmp_path, module, stage, number
         # Open for writing until here, or the child would end by itself
         assert select.select([child], [], [], launching.HANG_SECONDS)[0]
     os.close(child)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--seconds", "0"],
-        ["--seconds", "nan"],
-        ["--seconds", "inf"],
-        ["--seconds", "soon"],
-        ["--seconds"],
-        ["--paths"],
-        ["--paths", ""],
-        ["--json", ""],
-        ["extra"],
-    ],
-)
-def test_bad_arguments(capsys, arguments):
-    with pytest.raises(SystemExit) as caught:
-        main(["doctor", *arguments])
-    assert caught.value.code == 2
-    assert "error: " in capsys.readouterr().err
 
 
 _NUMBERS = st.sampled_from(["0", "1", "2", "-1", "", "x", "1e9", "9" * 30, "\u0663"])

@@ -44,19 +44,6 @@ def open_file(path):
         return RawFile(path, state_of(path, file.fileno()))
 
 
-@pytest.mark.parametrize("size", [1, 3, 4096, 100_000])
-@pytest.mark.parametrize("count", [0, 1, 7, 300])
-def test_rows_at_any_offset(path, size, count):
-    data, random = path.read_bytes(), np.random.default_rng(count)
-    offsets = random.integers(0, SIZE - size + 1, count)
-    if count > 2:
-        offsets[:3] = [SIZE - size, 0, SIZE - size]
-    with ThreadPoolExecutor(3) as pool:
-        for parallel in [map, pool.map]:
-            found = open_file(path).gather(offsets, size, Buffers(), parallel)
-            assert [bytes(f) for f in found] == [data[o : o + size] for o in offsets]
-
-
 @pytest.mark.parametrize(
     "size",
     [1, 3, 4096, 50_000, 100_000, pytest.param(1_499_000, marks=pytest.mark.slow)],
@@ -178,23 +165,6 @@ def test_copies_of_a_file_are_known_by_size_and_beginning(path):
     same = dataclasses.replace(elsewhere, inode=here.inode)
     assert here.changes_to(same, is_shared=False) == []
     assert "modified" in here.changes_to(same, is_shared=True)[0]
-
-
-def test_a_change_is_noticed(path):
-    other = path.with_name("hard link")
-    for change, message in [
-        (lambda: os.truncate(path, SIZE - 1), "was changed"),
-        (lambda: os.utime(path, (1, 1)), "was changed"),
-        (lambda: path.write_bytes(b"x" * SIZE), "was changed"),
-        (lambda: (os.link(path, other), replace(path, bytes(SIZE))), "was changed"),
-        (path.unlink, "was removed or replaced"),
-    ]:
-        file = WatchedFile(open_file(path).state, is_local=True, name=str(path))
-        file.check()
-        change()
-        for _ in range(2):
-            with pytest.raises(DataError, match=f"bytes: {message}"):
-                file.check()
 
 
 def test_a_network_file_system_is_asked_now_and_then(path, monkeypatch):

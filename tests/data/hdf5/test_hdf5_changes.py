@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from all_ranks import local, on_root
 from hdf5_damage import (
-    CHUNK_ROWS,
     RECIPES,
     divide,
     failure_of,
@@ -82,21 +81,6 @@ def test_a_file_that_is_cut_while_it_is_read(
     for before in [0, 1, 3]:
         path = mpi_tmp_path / f"{before}.h5"
         require_met(strategy, comm, path, RECIPES[layout], keep, depth, before)
-
-
-@pytest.mark.parametrize("depth", [0, 1, 5])
-def test_a_large_file_that_is_emptied(strategy, comm, mpi_tmp_path, depth):
-    """Of 256 MiB, mostly a hole."""
-    path, ones = mpi_tmp_path / "a.h5", np.broadcast_to(np.int32(1), (16 << 10, 4096))
-    sparse = Recipe(allocate="early", is_filled=False, written=(np.s_[:64],))
-    on_root(comm, write_wide, path, sparse, ones)
-    iterator = iter(divide(strategy, Dataset.from_hdf5(path, "x"), 64, depth))
-    assert (local(strategy, next(iterator)) == 1).all()
-    on_root(comm, os.truncate, path, 0)
-    for _ in range(2):
-        error = failure_of(strategy, comm, lambda: list(iterator))
-        require_names(error, path, "x")
-    iterator.close()
 
 
 @pytest.mark.parametrize("layout", RECIPES)
@@ -244,30 +228,6 @@ def test_a_file_that_is_gone_for_one_rank_only(strategy, comm, tmp_path):
     require_rank(error, 1)
     assert (str(path) in str(error)) == (comm.rank == 1)
     iterator.close()
-
-
-@pytest.mark.parametrize("layout", RECIPES)
-def test_a_file_that_changed_before_it_is_opened_again(tmp_path, layout):
-    """Rows of now, or an error; never bytes that lie where rows were before."""
-    data, path = wide(32), tmp_path / "a.h5"
-    backwards = tuple(np.s_[i : i + CHUNK_ROWS] for i in (24, 16, 8, 0))
-    others = [*RECIPES.values(), Recipe((CHUNK_ROWS, 4096), written=backwards)]
-    for other in others:
-        write_wide(path, RECIPES[layout], data)
-        source = Hdf5Rows([path], "x")
-        require_same(source.read(np.arange(5)), data[:5])
-        copy = pickle.loads(pickle.dumps(source))
-        source.close()
-        path.unlink()
-        write_wide(path, other, -data)
-        for one in [source, copy]:
-            try:
-                found = one.read(np.arange(32))
-            except DataError as error:
-                require_names(error, path, "x")
-            else:
-                require_same(found, -data)
-            one.close()
 
 
 @pytest.mark.parametrize(

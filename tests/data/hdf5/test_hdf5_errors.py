@@ -227,21 +227,6 @@ def test_a_pattern_that_no_file_matches(strategy, comm, mpi_tmp_path):
     require_origin(error, comm, comm.size - 1)
 
 
-def refuses_everything():
-    return os.name != "posix" or os.geteuid() == 0
-
-
-@pytest.mark.skipif(refuses_everything(), reason="root may read every file")
-def test_a_file_without_permission(strategy, comm, tmp_path):
-    write(tmp_path / "a.h5", x=numbered(4))
-    if comm.rank == comm.size - 1:
-        (tmp_path / "a.h5").chmod(0)
-    dataset = Dataset.from_hdf5(tmp_path / "a.h5", "x")
-    error = failure_of(strategy, comm, lambda: divide(strategy, dataset, 4))
-    assert re.search("a.h5: cannot be opened.*[Pp]ermission", str(error))
-    require_origin(error, comm, comm.size - 1)
-
-
 @pytest.mark.parametrize("libver", ["earliest", "latest"])
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe((8, WIDTH), ("gzip",))])
 def test_a_file_that_was_cut_before_it_is_opened(
@@ -306,19 +291,6 @@ def test_a_damaged_chunk_does_not_end_the_dataset(strategy, comm, mpi_tmp_path):
         found = local(strategy, next(iterator))
         require_same(found, slice_of(data, strategy, step, batch_size))
     assert not iterator.get_next_as_optional().has_value()
-
-
-def test_damage_is_met_by_whoever_reads_those_rows(strategy, comm, mpi_tmp_path):
-    data, path = numbered(6 * CHUNK_ROWS), mpi_tmp_path / "a.h5"
-    dataset = damaged(comm, path, "gzip: overwritten", data, 3)
-    divided = divide(strategy, dataset.shuffle(seed=1), 6)
-    error = failure_of(strategy, comm, lambda: list(divided))
-    require_names(error, path, "x", range(3 * CHUNK_ROWS, 4 * CHUNK_ROWS))
-    # What reads everything meets it everywhere, and each rank tells of its own
-    off = dataset.with_options(Options(auto_shard_policy=AutoShardPolicy.OFF))
-    error = failure_of(strategy, comm, lambda: list(divide(strategy, off, 9)))
-    require_names(error, path, "x", range(3 * CHUNK_ROWS, 4 * CHUNK_ROWS))
-    require_origin(error, comm, comm.rank)
 
 
 def test_damage_in_one_of_several_files_and_datasets(strategy, comm, mpi_tmp_path):

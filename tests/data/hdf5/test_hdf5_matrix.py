@@ -111,16 +111,6 @@ def test_references_can_be_followed(tmp_path):
                 assert file[region][region].tolist() == [i + 1, i + 2]
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn"])
-def test_numbers_that_only_ml_dtypes_knows(tmp_path, name):
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        data = np.arange(ROWS).astype(getattr(ml_dtypes, name))
-        file.create_dataset("plain", data=data)
-        file.create_dataset("gzip", data=data, chunks=(5,), compression="gzip")
-    require_all(tmp_path / "a.h5", ["plain", "gzip"])
-
-
 def test_a_type_that_has_a_name_in_the_file(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["kind"] = np.dtype([("a", ">i4"), ("b", "f8")])
