@@ -592,7 +592,7 @@ FILES = {
 SOURCES = {
     "hdf5": some_numbers,
     "arrays": lambda r: [r.randrange(4)],
-    "generator": lambda r: [r.randrange(4)],
+    "generator": lambda r: [r.randrange(4), r.random() < 0.5],
     "range": lambda r: [r.choice([0, 1, 5, 30])],
     "interleaved_files": lambda r: [
         *(r.randrange(1, 4), r.randrange(1, 4), r.choice([None, 2])),
@@ -600,7 +600,9 @@ SOURCES = {
     ],
 }
 TRANSFORMATIONS = {
-    "map": lambda r: [r.randrange(1, 4), r.choice([None, None, 2])],
+    "map": lambda r: [
+        *(r.randrange(1, 4), r.choice([None, None, 2]), r.random() < 0.5)
+    ],
     "filter": lambda r: [r.randrange(2, 4)],
     "repeat": lambda r: [r.randrange(4)],
     "repeat_and_take": lambda r: [r.randrange(40)],
