@@ -367,24 +367,6 @@ def test_nests_keep_their_structure(strategy, build, batch_first):
             )
 
 
-def test_without_sharding_each_replica_gets_all_rows(strategy, comm):
-    source, rows = counting(17)
-    off = Options(AutoShardPolicy.OFF)
-    n = comm.size
-    for dataset in (rows.cache().batch(4), rows.batch(4).cache()):
-        source.read_rows.clear()
-        divided = strategy.experimental_distribute_dataset(dataset.with_options(off))
-        for _ in range(2):
-            parts = [part.tolist() for part in mine(strategy, divided)]
-            assert joined(parts) == list(range(17))
-            assert len(parts[0]) == -(-4 // n)
-        comm.Barrier()
-        assert set(joined(comm.allgather(source.read_rows))) == set(range(17))
-        source.read_rows.clear()
-        list(divided)
-        assert not source.read_rows
-
-
 def write_files(folder, count):
     paths = [folder / f"{i}.h5" for i in range(count)]
     for i, path in enumerate(paths):

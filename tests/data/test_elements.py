@@ -63,14 +63,6 @@ def expected(name):
     return np.stack([np.asarray(second(first(i))) for i in np.arange(ROWS)])
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_two_maps_are_one_map_of_both_functions(name, step):
-    dataset = build(name, step).batch(3)
-    for _ in range(2):  # the second time from the cache, if there is one
-        np.testing.assert_array_equal(np.concatenate(list(dataset)), expected(name))
-
-
 @pytest.mark.parametrize("step", DISTRIBUTED)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_two_maps_are_one_map_on_any_number_of_ranks(strategy, comm, name, step):

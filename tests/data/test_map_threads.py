@@ -126,19 +126,6 @@ def test_the_first_failure_in_a_batch_is_raised():
             list(numbers(64).map(fail, 4).batch(64))
 
 
-def test_what_a_generator_raises_comes_after_the_elements_before_it():
-    def broken():
-        yield from map(np.int64, range(5))
-        raise OSError(MESSAGE)
-
-    before, seen = threading.enumerate(), []
-    with pytest.raises(OSError, match=MESSAGE):
-        for x in Dataset.from_generator(broken).map(lambda x: x, 3):
-            seen.append(int(x))
-    assert seen == list(range(5))
-    require_no_new_threads(before)
-
-
 @pytest.mark.parametrize("source", [numbers, generated])
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_loop_that_is_broken_off_leaves_no_thread_behind(source, prefetch):

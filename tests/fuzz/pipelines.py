@@ -85,6 +85,7 @@ class Node:
       is_ahead: whether elements may be read before they are needed.
       shuffle: the number of the shuffle, if it is one.
       is_divisible: whether each rank may have some of the files.
+      drops: whether it leaves out the rows of a short batch.
     """
 
     make: Callable[..., Any]
@@ -98,6 +99,7 @@ class Node:
     is_late: bool = False
     is_ahead: bool = False
     is_divisible: bool = False
+    drops: bool = False
     shuffle: int | None = None
 
     def is_shuffled(self):
@@ -453,6 +455,7 @@ class Pipelines:
             lambda d: d.batch(size, drop_remainder=drop),
             lambda items: batched(items, size, drop),
             depth=self.stack[-1].depth + 1,
+            drops=drop,
         )
 
     def unbatch(self):

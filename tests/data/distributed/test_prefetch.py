@@ -97,20 +97,6 @@ def test_steps_that_are_read_at_a_time_arrive(
     assert in_order(strategy, comm, stream, iterator) == list(range(batch, 300))
 
 
-def test_as_many_slots_as_batches_are_on_their_way(strategy, comm, stream, monkeypatch):
-    monkeypatch.setattr(reader, "_GROUPS", ((8 << 20, 1),))
-    for depth in DEPTHS:
-        options = reading_ahead(depth)
-        divided = strategy.experimental_distribute_dataset(
-            numbers(80).batch(4), options
-        )
-        for _ in range(2):
-            assert in_order(strategy, comm, stream, divided) == list(range(80))
-        most = max(depth, 2) + 1 if depth else 1
-        assert len(stream.host.blocks) <= most
-        assert len(stream.device.blocks) <= most
-
-
 def test_too_little_memory_for_handing_out_is_an_error_on_all(
     strategy, comm, stream, monkeypatch, tmp_path
 ):
@@ -197,17 +183,6 @@ def test_text_stays_on_the_host(strategy, comm, stream):
         2 * comm.rank,
         2 * comm.rank + 1,
     ]
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_a_loop_that_is_broken_off_gives_all_memory_back(strategy, stream, depth):
-    divided = strategy.experimental_distribute_dataset(
-        numbers(80).batch(4), reading_ahead(depth)
-    )
-    for batch in divided:
-        del batch
-        break
-    require_all_returned(stream)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

@@ -2,7 +2,6 @@
 
 import os
 import re
-import struct
 import tracemalloc
 import zlib
 
@@ -227,30 +226,6 @@ def test_a_pattern_that_no_file_matches(strategy, comm, mpi_tmp_path):
     require_origin(error, comm, comm.size - 1)
 
 
-@pytest.mark.parametrize("libver", ["earliest", "latest"])
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe((8, WIDTH), ("gzip",))])
-def test_a_file_that_was_cut_before_it_is_opened(
-    strategy, comm, mpi_tmp_path, libver, recipe
-):
-    path = mpi_tmp_path / "a.h5"
-
-    def make():
-        with h5py.File(path, "w", libver=libver) as file:
-            recipe.write(file, numbered(64))
-
-    on_root(comm, make)
-    size = path.stat().st_size
-    for cut in sorted({0, 1, 7, 8, 9, 44, 95, 96, 97, 512, 800, size // 2, size - 1}):
-        on_root(comm, lambda cut=cut: (make(), os.truncate(path, cut)))
-        dataset = Dataset.from_hdf5(path, "x")
-        error = failure_of(strategy, comm, lambda dataset=dataset: list(dataset))
-        require_names(error, path)
-        error = failure_of(
-            strategy, comm, lambda dataset=dataset: divide(strategy, dataset, 4)
-        )
-        require_names(error, path)
-
-
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_chunk_is_an_error_on_all_ranks(strategy, comm, mpi_tmp_path, kind):
     """One rank meets it in its rows of the second batch."""
@@ -310,31 +285,6 @@ def test_damage_in_one_of_several_files_and_datasets(strategy, comm, mpi_tmp_pat
     require_names(error, paths[1], "x", range(2 * CHUNK_ROWS, 3 * CHUNK_ROWS))
     assert "0.h5" not in str(error)
     assert "2.h5" not in str(error)
-
-
-@pytest.mark.parametrize("limits", [None, (None, WIDTH), (None, None)])
-def test_a_damaged_chunk_index(strategy, comm, mpi_tmp_path, limits):
-    """Of the newer kinds, which have checksums: rows that are given are right."""
-    path, data = mpi_tmp_path / "a.h5", numbered(40 * CHUNK_ROWS)
-
-    def make():
-        with h5py.File(path, "w", libver="latest") as file:
-            Recipe((CHUNK_ROWS, WIDTH), (), limits).write(file, data)
-        info = info_of(path, 30)
-        old, new = (struct.pack("<Q", info.byte_offset + i) for i in (0, 8))
-        content = path.read_bytes()
-        assert content.count(old) == 1
-        path.write_bytes(content.replace(old, new))
-
-    on_root(comm, make)
-
-    def iterate():
-        divided = divide(strategy, Dataset.from_hdf5(path, "x"), 20)
-        for step, batch in enumerate(divided):
-            require_same(local(strategy, batch), slice_of(data, strategy, step, 20))
-
-    error = failure_of(strategy, comm, iterate)
-    require_names(error, path)
 
 
 def undefined_fill(file):
