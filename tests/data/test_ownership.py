@@ -1,12 +1,41 @@
 """Generators and mapped functions may reuse their arrays: each element is its own."""
 
 import sys
+import threading
 
 import numpy as np
 import pytest
 
 from mpidist import Dataset
 from mpidist.data import elements
+
+
+@pytest.mark.parametrize("threads", [None, 3])
+def test_generators_and_functions_that_reuse_their_arrays(threads):
+    """With all that may follow: tests/fuzz/rows.py."""
+    local = threading.local()
+
+    def reuse(i):
+        if not hasattr(local, "memory"):
+            local.memory = np.empty((2, 2))
+        local.memory[...] = i
+        return {"x": local.memory, "y": (local.memory[0], local.memory.T)}
+
+    expected = [[[i, i]] * 2 for i in range(9)]
+    for dataset in (
+        Dataset.from_generator(lambda: map(reuse, range(9))),
+        Dataset.range(9).map(reuse, threads),
+        Dataset.from_generator(lambda: iter(range(9))).map(reuse, threads),
+    ):
+        for steps in (
+            dataset,
+            dataset.prefetch(3),
+            dataset.cache(),
+            dataset.shuffle(1),
+        ):
+            found = list(steps)
+            assert [e["x"].tolist() for e in found] == expected
+            assert [[e["y"][0].tolist()] * 2 for e in found] == expected
 
 
 def test_a_function_that_returns_what_it_got_before():
