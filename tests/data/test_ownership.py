@@ -31,7 +31,6 @@ def test_generators_and_functions_that_reuse_their_arrays(threads):
             dataset,
             dataset.prefetch(3),
             dataset.cache(),
-            dataset.shuffle(1),
         ):
             found = list(steps)
             assert [e["x"].tolist() for e in found] == expected
