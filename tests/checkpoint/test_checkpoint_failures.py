@@ -121,33 +121,6 @@ def test_the_with_block_waits(strategy, comm, mpi_tmp_path):
     assert mpidist.latest_checkpoint(mpi_tmp_path) == path
 
 
-@pytest.mark.parametrize("rank", ["first", "last"])
-@pytest.mark.parametrize("is_background", [False, True])
-def test_a_file_that_cannot_be_written(
-    strategy, comm, mpi_tmp_path, is_background, rank
-):
-    n = strategy.num_replicas_in_sync
-    is_here = strategy.extended.replica_id == (0 if rank == "first" else n - 1)
-    manager = make(strategy, mpi_tmp_path, is_background=is_background)
-    save(manager, 1)
-    manager.wait()
-    comm.Barrier()
-    files = sorted(os.listdir(mpi_tmp_path))
-    comm.Barrier()
-    with short_files(is_here), pytest.raises(CheckpointError, match="File too large"):
-        save(manager, 2)
-        manager.wait()
-    comm.Barrier()
-    assert sorted(os.listdir(mpi_tmp_path)) == files
-    comm.Barrier()
-    assert manager.restore_or_initialize().endswith("ckpt-1.h5")
-    require(manager, 1)
-    save(manager, 3)
-    manager.wait()
-    manager.restore_or_initialize()
-    require(manager, 3)
-
-
 def test_the_next_save_tells_of_the_last_one(strategy, comm, mpi_tmp_path):
     n = strategy.num_replicas_in_sync
     is_last = strategy.extended.replica_id == n - 1

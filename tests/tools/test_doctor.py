@@ -185,23 +185,6 @@ def test_folders_that_only_some_ranks_see(tmp_path):
     assert "rank 1: No such file" in report("here", "FAIL")
 
 
-@pytest.mark.slow
-def test_a_read_only_file_system(tmp_path):
-    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
-        pytest.skip("mounting needs root")
-    full, fixed = tmp_path / "full", tmp_path / "fixed"
-    full.mkdir()
-    fixed.mkdir()
-    script = f"""mount -t tmpfs -o size=64k x {full} && mount -t tmpfs -o ro x {fixed}
-        head -c 64k /dev/zero >{full}/zeros
-        HOME={fixed} {sys.executable} -m mpidist doctor --json --paths {full} {fixed}"""
-    command = ["unshare", "-m", "sh", "-c", script]
-    report = Report(launching.run(command, PYTHONPATH=LIBRARY))
-    assert "tmpfs" in report(str(full), "OK")
-    assert "No space left" in report(f"{full}: writing", "FAIL")
-    assert "Read-only file system" in report(f"{fixed}: writing", "WARN")
-
-
 @pytest.fixture
 def dead_folder(tmp_path):
     """A folder on a file system of which nothing ever answers."""
