@@ -105,18 +105,6 @@ def test_files_are_not_divided_after_zip(strategy, comm):
 # Enumerate
 
 
-@pytest.mark.parametrize("make", [numbers, generated])
-@pytest.mark.parametrize("start", [0, -2])
-def test_enumerate(make, start):
-    rows = make(4).map(lambda x: 2 * x).enumerate(start)
-    assert plains(rows) == [(start + i, 2 * i) for i in range(4)]
-    assert {type(i) for i, _ in rows} == {np.int64}
-    again = make(3).repeat(2).enumerate()
-    assert plains(again) == [(i, i % 3) for i in range(6)]
-    assert plains(make(3).enumerate().repeat(2)) == [(i % 3, i % 3) for i in range(6)]
-    assert is_stream(rows) == is_stream(make(1))
-
-
 # Unbatch
 
 

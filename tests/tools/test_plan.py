@@ -165,19 +165,6 @@ def test_a_job_reads_what_the_plan_says(
         assert plan.read_bytes == sum(read_bytes)
 
 
-@pytest.mark.parametrize("layout", ["gzip", "contiguous"])
-def test_drop_remainder_and_several_epochs(strategy, comm, files, monkeypatch, layout):
-    keep(monkeypatch, 400)
-    paths = files([50, 33], LAYOUTS[layout])
-    plan = plan_of(paths, 8, comm.size, drop_remainder=True)
-    observed = Observed(monkeypatch)
-    dataset = Dataset.from_hdf5(paths, ("x", "y")).batch(8, drop_remainder=True)
-    divided = strategy.experimental_distribute_dataset(dataset)
-    assert len(list(divided)) == plan.steps == 10
-    assert plan.dropped_rows == 3
-    assert comm.allreduce(observed["bytes"]) == plan.read_bytes
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 64, 4096])
 @pytest.mark.parametrize("policy", ["DATA", "OFF"])
 @pytest.mark.parametrize("batch_size", [1, 7, 250, 4096, 10_000])
