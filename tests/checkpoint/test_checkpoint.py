@@ -5,12 +5,10 @@ from __future__ import annotations
 import ast
 import collections
 import contextlib
-import random
 import types
 from pathlib import Path
 
 import h5py
-import ml_dtypes
 import numpy as np
 import pytest
 import variables
@@ -22,8 +20,6 @@ from mpidist import VariableSynchronization as Synchronization
 from mpidist.device.binding import gpu_count
 
 Point = collections.namedtuple("Point", "x y")
-DTYPES = ["?", "i1", "u8", "f2", "f4", "f8", "c8", "c16", ">f8", "S3", "U4"]
-DTYPES += ["M8[ns]", "m8[D]", [("a", "i4"), ("b", "f8", (2,))]]
 
 
 def make(strategy, initial, aggregation=Aggregation.NONE, on_read=False, **kwargs):
@@ -88,20 +84,6 @@ def test_a_checkpoint_is_a_file_that_h5py_reads_with_the_objects_names(
     assert Path(path).read_bytes().startswith(b"mpidist checkpoint 1")
 
 
-def test_mirrored_variables_come_back_on_all_ranks(strategy, mpi_tmp_path):
-    w = make(strategy, np.arange(6.0).reshape(2, 3), dtype="f4")
-    b = make(strategy, 3, dtype="i8")
-    checkpoint = mpidist.Checkpoint(model=[w, b])
-    path = checkpoint.write(mpi_tmp_path / "model")
-    w.assign(np.zeros((2, 3)))
-    b.assign(0)
-    status = checkpoint.read(path)
-    status.assert_consumed().assert_existing_objects_matched().expect_partial()
-    np.testing.assert_array_equal(w.numpy(), np.arange(6.0).reshape(2, 3))
-    assert (w.dtype, b.numpy()) == (np.float32, 3)
-    strategy.extended.audit_variables()
-
-
 def test_an_on_read_sum_saves_the_total_and_restores_shares(strategy, mpi_tmp_path):
     """As in TensorFlow: 3 and 4 on two replicas save 7, and restore 3.5 each."""
     n = strategy.num_replicas_in_sync
@@ -160,97 +142,17 @@ def test_an_on_read_variable_without_aggregation_is_refused(strategy, mpi_tmp_pa
     assert not list(mpi_tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3)], ids=str)
-def test_arrays_are_filled_where_they_lie(strategy, mpi_tmp_path, dtype, shape):
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    data = np.random.default_rng(0).integers(0, 2, size, "u1").tobytes()
-    x = np.frombuffer(data, dtype) if size else np.empty(0, dtype)
-    x = x.reshape(shape).copy()
-    holder = {"x": x}
-    expected = x.copy()
+def test_arrays_are_filled_where_they_lie(strategy, mpi_tmp_path, shape):
+    x = np.random.default_rng(0).normal(size=shape) * np.ones(shape)
+    holder, expected = {"x": np.asarray(x)}, np.array(x)
+    x = holder["x"]
     checkpoint = mpidist.Checkpoint(strategy=strategy, holder=holder)
-    path = checkpoint.write(mpi_tmp_path / "x")
-    x[...] = np.zeros(shape, dtype)
-    checkpoint.restore(path)
-    assert holder["x"] is x
-    assert x.dtype == expected.dtype
-    assert x.tobytes() == expected.tobytes()
-
-
-def test_arrays_in_any_order_in_memory(strategy, mpi_tmp_path):
-    base = np.arange(24.0).reshape(4, 6)
-    held = [base[::2, ::-1], np.asfortranarray(base), base.T]
-    expected = [x.copy() for x in held]
-    checkpoint = mpidist.Checkpoint(strategy=strategy, held=held)
-    path = checkpoint.write(mpi_tmp_path / "x")
-    base[...] = 0
-    held[1][...] = 0
-    checkpoint.restore(path)
-    for x, y in zip(held, expected, strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
-@pytest.mark.parametrize(
-    "name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "int4"]
-)
-def test_dtypes_that_hdf5_has_not(strategy, mpi_tmp_path, name):
-    x = np.arange(5).astype(getattr(ml_dtypes, name))
-    rows = mpidist.Dataset.from_tensor_slices(x).batch(5)
-    (batch,) = strategy.experimental_distribute_dataset(rows)
-    gathered = strategy.gather(batch, 0)
-    assert gathered.astype("f4").tolist() == [0, 1, 2, 3, 4]
-    checkpoint = mpidist.Checkpoint(strategy=strategy, x=x)
     path = checkpoint.write(mpi_tmp_path / "x")
     x[...] = 0
     checkpoint.restore(path)
-    assert x.astype("f4").tolist() == [0, 1, 2, 3, 4]
-    with h5py.File(path) as file:
-        assert file["x"].attrs["dtype"] == name
-
-
-def test_numbers_and_text_are_attributes_after_restoring(strategy, mpi_tmp_path):
-    values = {
-        "none": None,
-        "yes": True,
-        "small": -3,
-        "large": 2**127 + 1,
-        "huge": -(16**5000),
-        "real": 0.1,
-        "nan": float("inf"),
-        "complex": 1 - 2j,
-        "text": "a\0b/é\ud800",
-        "empty": "",
-        "bytes": b"\0\xff",
-        "scalar": np.float32(0.1),
-    }
-    checkpoint = mpidist.Checkpoint(strategy=strategy, **values)
-    path = checkpoint.write(mpi_tmp_path / "x")
-    for name in values:
-        setattr(checkpoint, name, None if name == "small" else 0)
-    checkpoint.restore(path)
-    for name, value in values.items():
-        found = getattr(checkpoint, name)
-        assert type(found) is type(value), name
-        assert found == value, name
-
-
-def test_keys_that_hdf5_could_not_name(strategy, mpi_tmp_path):
-    odd = {"": 1, ".": 2, "..": 3, "a/b": 4, "%": 5, "%2F": 6, "\0": 7, "é": 8, "1": 9}
-    numbers = {3: "three", -1: "minus"}
-    x = np.zeros(2)
-    named = {"a/b": x, ".": np.ones(1)}
-    checkpoint = mpidist.Checkpoint(
-        strategy=strategy, odd=dict(odd), numbers=dict(numbers), named=named
-    )
-    path = checkpoint.write(mpi_tmp_path / "x")
-    checkpoint.odd.clear()
-    checkpoint.numbers[3] = ""
-    x[...] = 5
-    checkpoint.restore(path)
-    assert checkpoint.odd == odd
-    assert checkpoint.numbers == numbers
-    assert x.tolist() == [0, 0]
+    assert holder["x"] is x
+    np.testing.assert_array_equal(x, expected)
 
 
 def test_nests_change_where_they_lie_or_where_they_are_held(strategy, mpi_tmp_path):
@@ -292,38 +194,6 @@ def test_an_empty_list_takes_what_was_saved(strategy, mpi_tmp_path):
     assert again.best == {"step": 3}
 
 
-@pytest.mark.parametrize(
-    "kind", [np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64]
-)
-def test_generators_go_on(strategy, mpi_tmp_path, kind):
-    rank = strategy.extended.replica_id
-    same = np.random.Generator(kind(5))
-    own = np.random.Generator(kind(rank))
-    old = np.random.RandomState(kind(rank)) if kind is np.random.MT19937 else None
-    python = random.Random(rank)
-    objects = {"same": same, "own": own, "python": python}
-    if old is not None:
-        objects["old"] = old
-        old.normal()
-    own.random()
-    checkpoint = mpidist.Checkpoint(strategy=strategy, **objects)
-    path = checkpoint.write(mpi_tmp_path / "x")
-
-    def draw():
-        drawn = [same.normal(), own.integers(100, dtype="u4"), python.gauss(0, 1)]
-        return drawn + ([] if old is None else [old.normal(), old.rand()])
-
-    expected = draw()
-    checkpoint.restore(path)
-    assert draw() == expected
-    with h5py.File(path) as file:
-        assert "bit_generator" in file["same"]
-        if strategy.num_replicas_in_sync > 1:
-            assert set(file["own"]) == {
-                str(r) for r in range(strategy.num_replicas_in_sync)
-            }
-
-
 def test_a_state_of_another_generator_is_refused(strategy, mpi_tmp_path):
     saved = mpidist.Checkpoint(strategy=strategy, g=np.random.default_rng(0))
     path = saved.write(mpi_tmp_path / "x")
@@ -335,27 +205,6 @@ def test_a_state_of_another_generator_is_refused(strategy, mpi_tmp_path):
         checkpoint.restore(path)
     assert repr(other.bit_generator.state) == before
     assert x == 0
-
-
-def test_objects_with_a_state_of_their_own(strategy, mpi_tmp_path):
-    rank = strategy.extended.replica_id
-    state = {"a": np.arange(3), "b": [1, "x", None, (2.0, b"")], "c": {1: 2}}
-    alike, own = Keeper(state), Keeper({"rank": rank, "x": np.full(rank, 1.5)})
-    one = Keeper(7)
-    checkpoint = mpidist.Checkpoint(
-        strategy=strategy, alike=alike, nest={"own": [own]}, one=one
-    )
-    path = checkpoint.write(mpi_tmp_path / "x")
-    alike.state, own.state, one.state = {}, {}, 0
-    checkpoint.restore(path)
-    assert alike.state["a"].tolist() == [0, 1, 2]
-    assert {k: v for k, v in alike.state.items() if k != "a"} == {
-        "b": [1, "x", None, (2.0, b"")],
-        "c": {1: 2},
-    }
-    assert own.state["rank"] == rank
-    assert own.state["x"].tolist() == [1.5] * rank
-    assert one.state == 7
 
 
 @pytest.mark.parametrize("error", [KeyError, MemoryError, Unpicklable])
@@ -383,29 +232,6 @@ def test_a_state_that_is_refused_undoes_what_was_restored(
         checkpoint.restore(path)
     assert [keeper.state for keeper in keepers] == [1, 2, 3]
     assert (x.tolist(), checkpoint.step) == ([5, 5], 2)
-
-
-def test_iterators_go_on_in_the_middle_of_an_epoch(strategy, mpi_tmp_path):
-    data = mpidist.Dataset.range(40).shuffle(seed=3).batch(8)
-    batches = strategy.experimental_distribute_dataset(data)
-    iterator = iter(batches)
-    next(iterator)
-    checkpoint = mpidist.Checkpoint(iterator=iterator, local=iter(data))
-    path = checkpoint.write(mpi_tmp_path / "x")
-
-    def rest(iterator):
-        return [strategy.experimental_local_results(b)[0].tolist() for b in iterator]
-
-    expected = rest(iterator)
-    checkpoint.iterator = iter(batches)
-    next(checkpoint.iterator)
-    next(checkpoint.iterator)
-    checkpoint.restore(path)
-    assert rest(checkpoint.iterator) == expected
-    other = iter(strategy.experimental_distribute_dataset(data.take(3)))
-    checkpoint.iterator = other
-    with pytest.raises(ValueError, match="another dataset"):
-        checkpoint.restore(path)
 
 
 def test_values_that_differ_must_be_per_replica(strategy, mpi_tmp_path):
@@ -546,6 +372,23 @@ def test_what_cannot_be_saved_is_named(strategy, mpi_tmp_path, value, error, mes
     with pytest.raises(error, match=message):
         checkpoint.write(mpi_tmp_path / "x")
     assert not list(mpi_tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.zeros(1).view(type("Units", (np.ndarray,), {})),
+        np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+        bytearray(b"ab"),
+        memoryview(b"ab"),
+        type("Own", (np.float64,), {})(1.0),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_would_come_back_as_another_type(strategy, mpi_tmp_path, value):
+    checkpoint = mpidist.Checkpoint(strategy=strategy, own=Keeper([value]))
+    with pytest.raises(TypeError, match=r"own/0.*(be saved|plain array)"):
+        checkpoint.write(mpi_tmp_path / "x")
 
 
 def test_what_holds_itself_is_refused(strategy, mpi_tmp_path):

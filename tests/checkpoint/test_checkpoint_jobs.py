@@ -1,7 +1,5 @@
 """Two jobs and one folder of checkpoints: an error on all ranks, and nothing lost."""
 
-import errno
-import fcntl
 import os
 import sys
 
@@ -17,17 +15,13 @@ from mpidist.checkpoint.format import lock
 
 # What another job does: restore, then save in some way; each rank prints its error
 JOB = """
-import errno, fcntl, os, signal, sys
+import os, signal, sys
 import numpy as np
 import mpidist
 from mpidist.checkpoint import directory as directories
 
 folder, how, *rest = sys.argv[1:]
 directories._PATIENCE_SECONDS = 0.0
-if "no locks" in rest:
-    def fail(*arguments):
-        raise OSError(errno.ENOLCK, "no locks here")
-    fcntl.fcntl = fail
 strategy = mpidist.MirroredStrategy()
 x = np.zeros(300_000)
 checkpoint = mpidist.Checkpoint(strategy=strategy, shard_bytes=1, x=x)
@@ -141,15 +135,6 @@ def test_several_managers_of_one_job(strategy, comm, mpi_tmp_path, impatient):
     other = mpidist.Checkpoint(strategy=strategy, x=np.zeros(3))
     other.write(mpi_tmp_path / "ckpt")
     other.write(mpi_tmp_path / "ckpt")
-
-
-def test_a_killed_job_leaves_no_lock(strategy, comm, mpirun, mpi_tmp_path, impatient):
-    ended = mpirun(2, JOB, str(mpi_tmp_path), "manager", "kill", fails=True)
-    assert "[0 saved]" in ended.stdout
-    manager = make(strategy, mpi_tmp_path)
-    assert manager.restore_or_initialize() is not None
-    save(manager, 1)
-    require(manager, 1)
 
 
 def test_children_of_a_killed_job_keep_no_lock(tmp_path, impatient):
@@ -273,28 +258,6 @@ def test_the_first_save_does_not_hide_a_newer_state(
     save(second, 4)
     second.wait()
     require(make(strategy, mpi_tmp_path), 4)
-
-
-@pytest.mark.slow
-def test_without_locks_the_next_save_sees_what_another_job_saved(
-    strategy, comm, mpirun, mpi_tmp_path, monkeypatch
-):
-    real = fcntl.fcntl
-
-    def fail(descriptor, command, *arguments):
-        if command in (fcntl.F_OFD_SETLK, fcntl.F_OFD_GETLK):
-            raise OSError(errno.ENOLCK, "No locks available")
-        return real(descriptor, command, *arguments)
-
-    monkeypatch.setattr(fcntl, "fcntl", fail)
-    manager = make(strategy, mpi_tmp_path)
-    save(manager, 1)
-    save(manager, 2)
-    ended = mpirun(2, JOB, str(mpi_tmp_path), "manager", "no locks")
-    assert "[1 saved]" in ended.stdout, ended.stderr
-    with pytest.raises(CheckpointError, match=r"has saved ckpt-3.h5, and saved it"):
-        save(manager, 3)
-    assert mpidist.latest_checkpoint(mpi_tmp_path).endswith("ckpt-3.h5")
 
 
 def test_locks_hinder_nobody_else(strategy, comm, mpi_tmp_path):

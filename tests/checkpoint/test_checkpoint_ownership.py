@@ -18,7 +18,6 @@ from mpidist import CheckpointError
 from mpidist.checkpoint import directory as directories
 from mpidist.checkpoint.format import (
     Header,
-    is_locked,
     lock,
     read_header,
     unlock,
@@ -387,34 +386,6 @@ def test_a_shard_that_is_removed_by_others_is_an_error(
         manager_of(strategy, mpi_tmp_path).save()
     comm.Barrier()
     assert not (mpi_tmp_path / "ckpt-1.h5").exists()
-
-
-def test_a_child_keeps_no_lock(strategy, comm, mpi_tmp_path, monkeypatch):
-    """Neither of a checkpoint nor of a file that is being written."""
-    children, write, pipe = [], Saving.write_index, os.pipe()
-
-    def fork(saving):
-        (mpi_tmp_path / "file").write_bytes(BEGIN)
-        descriptor = lock(mpi_tmp_path / "file")
-        children.append(os.fork())
-        if children[-1] == 0:
-            os.read(pipe[0], 1)  # until the test has ended
-            os._exit(0)
-        unlock(descriptor)
-        write(saving)
-
-    monkeypatch.setattr(Saving, "write_index", fork)
-    manager = manager_of(strategy, mpi_tmp_path)
-    path = Path(manager.save())
-    if comm.rank == 0:
-        directories.release(id(manager.checkpoint.saver))
-        assert not is_locked(path)
-        assert not is_locked(mpi_tmp_path / "file")
-        os.write(pipe[1], b"x")
-        os.waitpid(children[0], 0)
-    for descriptor in pipe:
-        os.close(descriptor)
-    comm.Barrier()
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, MemoryError])

@@ -12,7 +12,6 @@ from mpidist import CheckpointError
 from mpidist import VariableAggregation as Aggregation
 from mpidist import VariableSynchronization as Synchronization
 from mpidist.checkpoint import save
-from mpidist.checkpoint.format import boxes
 from mpidist.checkpoint.save import cut, shard_count
 from mpidist.util.files import AtomicFile
 
@@ -238,18 +237,6 @@ def test_one_element_of_one_rank_is_a_mismatch(
         checkpoint.write(mpi_tmp_path / "x")
     checkpoint.restore(path)
     np.testing.assert_array_equal(w, large())
-
-
-def test_parts_of_arrays_are_hyperslabs_that_cover_them():
-    rng = np.random.default_rng(0)
-    for _ in range(300):
-        shape = tuple(rng.integers(1, 5, size=rng.integers(0, 5)).tolist())
-        array = np.arange(int(np.prod(shape, dtype=int))).reshape(shape)
-        edges = np.sort(rng.integers(0, array.size + 1, size=2)).tolist()
-        if not shape:
-            edges = [0, 1]
-        found = [array[box].ravel() for box in boxes(shape, *edges)]
-        assert np.concatenate([[], *found]).tolist() == list(range(*edges))
 
 
 def test_shards_have_about_the_same_size():

@@ -12,7 +12,7 @@ JOB = str(SUPPORT.with_name("fuzz") / "job.py")
 SAVES = ["manager", "background", "write"]
 
 
-@pytest.mark.parametrize("how", ["fails", "interrupted", "copies"])
+@pytest.mark.parametrize("how", ["disk full", "interrupted", "copies"])
 def test_a_disturbed_save_leaves_the_old_or_the_new_state(mpirun, tmp_path, how):
     """Some of the calls: tests/fuzz/run draws others."""
     program = tmp_path / "program.json"

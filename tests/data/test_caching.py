@@ -18,7 +18,6 @@ from datasets import joined, lists, numbers, require_no_new_threads
 import mpidist
 from mpidist import AutoShardPolicy, Dataset, InputOptions, Options
 from mpidist.data.map_dataset import SourceMapDataset
-from mpidist.data.sharding import Permutation
 from mpidist.util.available_memory import free_bytes
 
 
@@ -86,14 +85,6 @@ BUILDS = {
     "twice": lambda d: d.cache().concatenate(d.cache()).batch(3),
     "remainder": lambda d: d.batch(4, drop_remainder=True).cache(),
 }
-STREAM_BUILDS = [
-    lambda d: d.cache(),
-    lambda d: d.cache().batch(4),
-    lambda d: d.batch(4).cache(),
-    lambda d: d.shuffle(5, seed=1).cache().batch(3),
-    lambda d: d.map(lambda x: x / 2, 2).cache().map(lambda x: x + 1),
-    lambda d: d.cache().concatenate(d).batch(3),
-]
 
 
 def without_cache(monkeypatch, build):
@@ -101,23 +92,6 @@ def without_cache(monkeypatch, build):
     with monkeypatch.context() as patched:
         patched.setattr(Dataset, "cache", lambda self: self)
         return build()
-
-
-@pytest.mark.parametrize("name", BUILDS)
-def test_cached_elements_are_those_without_a_cache(monkeypatch, name):
-    build = BUILDS[name]
-    expected = without_cache(monkeypatch, lambda: build(numbers(17)))
-    dataset = build(numbers(17))
-    first = lists(dataset)
-    assert first == lists(expected)
-    assert dataset.cardinality() == expected.cardinality()
-    assert dataset.element_spec == expected.element_spec
-    again = lists(dataset)
-    if name in ("shuffle after", "batches shuffled"):
-        assert again != first
-        assert sorted(joined(again)) == sorted(joined(first))
-    else:
-        assert again == first
 
 
 @pytest.mark.parametrize(
@@ -132,17 +106,6 @@ def test_elements_are_read_once(name):
     list(dataset)
     list(dataset)
     assert len(source.read_rows) == seen
-
-
-@pytest.mark.parametrize("build", STREAM_BUILDS)
-def test_cached_elements_of_a_generator_are_those_without_a_cache(monkeypatch, build):
-    def make():
-        return build(Dataset.from_generator(lambda: map(np.int64, range(10))))
-
-    expected = lists(without_cache(monkeypatch, make))
-    dataset = make()
-    for _ in range(3):
-        assert lists(dataset) == expected
 
 
 def test_a_generator_runs_until_a_pass_is_complete_and_not_again():
@@ -163,18 +126,6 @@ def test_a_generator_runs_until_a_pass_is_complete_and_not_again():
     assert len(starts) == 2
 
 
-def test_a_shuffle_before_is_frozen_and_one_after_is_not():
-    before = numbers(50).shuffle(seed=6).cache()
-    first = lists(before)
-    assert sorted(first) == list(range(50)) != first
-    assert lists(before) == first
-    assert lists(before.repeat(2)) == first + first
-    after = numbers(50).cache().shuffle(seed=2)
-    for epoch in range(2):
-        order = Permutation(50, 2, epoch)(np.arange(50)).tolist()
-        assert lists(after) == order
-
-
 def test_datasets_of_one_cache_share_it():
     source, rows = counting(20)
     cached = rows.shuffle(seed=3).cache()
@@ -184,17 +135,6 @@ def test_datasets_of_one_cache_share_it():
     assert [whole[::2], whole[1::2]] == halves
     assert joined(lists(cached.batch(6))) == whole
     assert sorted(source.read_rows) == list(range(20))
-
-
-def test_what_is_made_of_a_cache_has_its_order_also_if_that_is_drawn():
-    cached = numbers(20).shuffle().cache()
-    whole = lists(cached.skip(0))
-    assert sorted(whole) == list(range(20))
-    for _ in range(2):
-        assert joined(lists(cached.batch(3))) == whole
-        assert lists(cached.take(5)) + lists(cached.skip(5)) == whole
-        zipped = Dataset.zip(cached.map(lambda x: x), cached.map(lambda x: -x))
-        assert lists(zipped.map(lambda x, y: x + y)) == [0] * 20
 
 
 def test_asking_for_the_element_spec_does_not_choose_the_order():
@@ -291,31 +231,10 @@ def test_a_copy_of_a_dataset_starts_with_an_empty_cache():
     assert sorted(source.read_rows) == list(range(6))
 
 
-def test_a_few_elements_of_very_many_can_be_kept():
-    dataset = Dataset.range(1 << 60).cache().take(3)
-    for _ in range(2):
-        assert lists(dataset) == [0, 1, 2]
-
-
-def test_rows_without_bytes_can_be_cached(strategy, comm):
-    rows = Dataset.from_tensor_slices(np.ones((5, 0, 3)))
-    divided = strategy.experimental_distribute_dataset(rows.cache().batch(4))
-    for _ in range(2):
-        parts = mine(strategy, divided)
-        assert comm.allreduce(sum(len(part) for part in parts)) == 5
-        assert all(part.shape[1:] == (0, 3) for part in parts)
-
-
 def test_an_endless_dataset_is_refused():
     with pytest.raises(ValueError, match="before repeat"):
         next(iter(numbers(3).repeat().cache()))
     assert lists(numbers(3).cache().repeat().take(7)) == [0, 1, 2, 0, 1, 2, 0]
-
-
-@pytest.mark.parametrize("build", [lambda d: d.cache(), lambda d: d.batch(2).cache()])
-def test_an_empty_dataset_can_be_cached(build):
-    for _ in range(2):
-        assert list(build(numbers(0))) == []
 
 
 # Divided over replicas
@@ -328,28 +247,6 @@ def once_per_node(strategy, comm, source, rows):
     assert found == collections.Counter(rows)
     source.read_rows.clear()
     comm.Barrier()
-
-
-@pytest.mark.parametrize("name", BUILDS)
-def test_divided_batches_are_those_without_a_cache(strategy, comm, monkeypatch, name):
-    def make():
-        build = BUILDS[name]
-        dataset = build(numbers(17))
-        return dataset if dataset.pipeline.is_batched else dataset.batch(5)
-
-    plain = without_cache(monkeypatch, make)
-    plain = strategy.experimental_distribute_dataset(plain)
-    divided = strategy.experimental_distribute_dataset(make())
-    assert len(divided) == len(plain)
-    first = in_order(strategy, comm, divided)
-    assert first == in_order(strategy, comm, plain)
-    second, third = (in_order(strategy, comm, divided) for _ in range(2))
-    if name in ("shuffle after", "batches shuffled"):
-        assert second == in_order(strategy, comm, plain)
-        assert third == in_order(strategy, comm, plain)
-    else:
-        assert first == second == third
-    assert divided.element_spec == plain.element_spec
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -382,35 +279,6 @@ def test_only_the_rows_that_are_asked_for_are_read(strategy, comm):
     everyone = set(itertools.chain(*comm.allgather(source.read_rows)))
     assert everyone >= {*range(10, 18)}
     assert everyone <= {0, *range(10, 26)}  # 0 shows what rows look like
-
-
-def test_a_shuffle_before_is_frozen_on_all_replicas(strategy, comm):
-    source, rows = counting(30)
-    cached = strategy.experimental_distribute_dataset(rows.shuffle().cache().batch(7))
-    first = in_order(strategy, comm, cached)
-    assert sorted(joined(first)) == list(range(30))
-    assert in_order(strategy, comm, cached) == first
-    once_per_node(strategy, comm, source, range(30))
-
-
-def test_a_cache_that_is_divided_again_has_its_rows(strategy, comm):
-    source, rows = counting(24)
-    cached = rows.shuffle(seed=5).cache()
-    first = joined(
-        in_order(
-            strategy,
-            comm,
-            strategy.experimental_distribute_dataset(cached.batch(5)),
-        )
-    )
-    once_per_node(strategy, comm, source, range(24))
-    for size in (4, 7, 24):
-        divided = strategy.experimental_distribute_dataset(cached.batch(size))
-        assert joined(in_order(strategy, comm, divided)) == first
-    shuffled = strategy.experimental_distribute_dataset(cached.shuffle(seed=1).batch(5))
-    assert sorted(joined(in_order(strategy, comm, shuffled))) == list(range(24))
-    once_per_node(strategy, comm, source, [])
-    assert len(strategy.extended.node_memory) == 1
 
 
 def test_a_drawn_order_is_kept_when_a_cache_is_divided_again(strategy, comm):
@@ -462,14 +330,6 @@ def test_ranks_that_divide_unlike_caches_get_a_new_one(strategy, comm):
     assert len(memory) == 2  # nobody uses the one before
 
 
-def test_one_process_and_all_replicas_have_caches_of_their_own(strategy, comm):
-    cached = numbers(20).shuffle().cache()
-    alone = lists(cached)
-    divided = strategy.experimental_distribute_dataset(cached.batch(6))
-    assert sorted(joined(in_order(strategy, comm, divided))) == list(range(20))
-    assert lists(cached) == alone
-
-
 def test_caches_that_nobody_has_any_more_are_freed(strategy, comm):
     memory = strategy.extended.node_memory
     for i in range(3):
@@ -481,41 +341,6 @@ def test_caches_that_nobody_has_any_more_are_freed(strategy, comm):
     kept = divided
     strategy.experimental_distribute_dataset(numbers(5).cache().batch(4))
     assert in_order(strategy, comm, kept)[0] == [0, 1, 2, 3]
-
-
-DTYPES = [
-    np.bool_,
-    np.int8,
-    np.uint16,
-    np.float16,
-    ">f4",
-    np.complex128,
-    "S5",
-    "U3",
-    "M8[s]",
-    [("a", np.int8), ("b", np.float64, (2,))],
-]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_rows_keep_their_dtype_and_bits(strategy, dtype, batch_first):
-    dtype = np.dtype(dtype)
-    random = np.random.default_rng(0)
-    data = random.integers(0, 2, (11, 3, dtype.itemsize), np.uint8)
-    if dtype.kind == "U":
-        array = np.array([["ab", "", "xyz"]] * 11, dtype)
-    else:
-        array = data.view(dtype).reshape(11, 3)
-    rows = Dataset.from_tensor_slices(array)
-    dataset = rows.batch(4).cache() if batch_first else rows.cache().batch(4)
-    options = InputOptions(experimental_fetch_to_device=False)
-    divided = strategy.experimental_distribute_dataset(dataset, options)
-    plain = strategy.experimental_distribute_dataset(rows.batch(4), options)
-    for _ in range(2):
-        for a, b in zip(mine(strategy, divided), mine(strategy, plain), strict=True):
-            assert a.dtype == b.dtype
-            assert a.tobytes() == b.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -540,37 +365,6 @@ def test_nests_keep_their_structure(strategy, build, batch_first):
                 strategy.experimental_local_results(found),
                 strategy.experimental_local_results(expected),
             )
-
-
-@pytest.mark.parametrize("n", [0, 1, 2, 3])
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_fewer_rows_than_replicas(strategy, comm, n, batch_first):
-    rows = Dataset.from_tensor_slices(np.ones((n, 2)))
-    dataset = rows.batch(8).cache() if batch_first else rows.cache().batch(8)
-    divided = strategy.experimental_distribute_dataset(dataset.map(lambda x: 2 * x))
-    for _ in range(2):
-        batches = mine(strategy, divided)
-        assert all(batch.shape[1:] == (2,) for batch in batches)
-        total = comm.allreduce(sum(batch.sum() for batch in batches))
-        assert total == 4 * n
-
-
-def test_without_sharding_each_replica_gets_all_rows(strategy, comm):
-    source, rows = counting(17)
-    off = Options(AutoShardPolicy.OFF)
-    n = comm.size
-    for dataset in (rows.cache().batch(4), rows.batch(4).cache()):
-        source.read_rows.clear()
-        divided = strategy.experimental_distribute_dataset(dataset.with_options(off))
-        for _ in range(2):
-            parts = [part.tolist() for part in mine(strategy, divided)]
-            assert joined(parts) == list(range(17))
-            assert len(parts[0]) == -(-4 // n)
-        comm.Barrier()
-        assert set(joined(comm.allgather(source.read_rows))) == set(range(17))
-        source.read_rows.clear()
-        list(divided)
-        assert not source.read_rows
 
 
 def write_files(folder, count):
@@ -605,34 +399,6 @@ def test_rows_of_files_are_read_once(strategy, comm, tmp_path):
     second = in_order(strategy, comm, divided)
     assert first != second
     assert sorted(joined(first)) == sorted(joined(second)) == list(range(15))
-
-
-@pytest.mark.parametrize("is_before", [False, True])
-def test_compressed_chunks_are_shuffled_as_without_a_cache(
-    strategy, comm, tmp_path, monkeypatch, is_before
-):
-    path = tmp_path / "own.h5"
-    with h5py.File(path, "w") as file:
-        options = {"chunks": (7, 3), "compression": "gzip"}
-        file.create_dataset("x", data=np.arange(360).reshape(120, 3), **options)
-
-    def make():
-        rows = Dataset.from_hdf5(path, "x").shuffle(seed=1, window_chunks=3)
-        if is_before:
-            return rows.cache().batch(16)
-        rows = Dataset.from_hdf5(path, "x").cache()
-        return rows.shuffle(seed=1, window_chunks=3).batch(16)
-
-    plain = without_cache(monkeypatch, make)
-    plain = strategy.experimental_distribute_dataset(plain)
-    divided = strategy.experimental_distribute_dataset(make())
-    for epoch in range(2):
-        found = in_order(strategy, comm, divided)
-        assert sorted(map(tuple, joined(found))) == [
-            (i, i + 1, i + 2) for i in range(0, 360, 3)
-        ]
-        if not (is_before and epoch):  # the first epoch is kept
-            assert found == in_order(strategy, comm, plain)
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
@@ -674,77 +440,6 @@ def test_generators_of_a_function_are_kept_by_their_replica(strategy, comm):
 
 
 # States
-
-
-def build_restored(name, source):
-    return {
-        "drawn": lambda d: d.shuffle(9).cache().batch(4),
-        "of batches": lambda d: d.shuffle(9).batch(4).cache(),
-        "shuffled again": lambda d: d.shuffle(9).cache().shuffle(9).batch(4),
-        "seeded": lambda d: d.shuffle(9, seed=1).cache().batch(4),
-        "twice": lambda d: d.shuffle(9).cache().batch(4).cache(),
-    }[name](source)
-
-
-@pytest.mark.parametrize(
-    "name", ["drawn", "of batches", "shuffled again", "seeded", "twice"]
-)
-@pytest.mark.parametrize("is_generated", [False, True])
-def test_a_restored_iterator_has_the_order_of_the_saved_one(name, is_generated):
-    def make():
-        if is_generated:
-            return build_restored(
-                name, Dataset.from_generator(lambda: map(np.int64, range(22)))
-            )
-        return build_restored(name, numbers(22))
-
-    dataset = make()
-    list(dataset)
-    iterator = iter(dataset)
-    head = lists(itertools.islice(iterator, 2))
-    state = iterator.get_state()
-    rest, later = lists(iterator), lists(dataset)
-    assert sorted(joined(head + rest)) == list(range(22))
-    other = make()
-    for start in (0, 3):  # nothing was read, or something in another order
-        iterator = iter(other)
-        list(itertools.islice(iterator, start))
-        iterator.set_state(state)
-        assert lists(iterator) == rest
-        assert lists(other) == later
-
-
-@pytest.mark.parametrize("ahead", [0, 2])
-@pytest.mark.parametrize(
-    "name", ["drawn", "of batches", "shuffled again", "seeded", "twice"]
-)
-def test_a_restored_divided_iterator_has_the_order_of_the_saved_one(
-    strategy, comm, name, ahead
-):
-    options = InputOptions(experimental_per_replica_buffer_size=ahead)
-
-    def distribute():
-        return strategy.experimental_distribute_dataset(
-            build_restored(name, numbers(22)), options
-        )
-
-    divided = distribute()
-    list(divided)
-    iterator = iter(divided)
-    head = in_order(strategy, comm, itertools.islice(iterator, 2))
-    state = iterator.get_state()
-    rest = in_order(strategy, comm, iterator)
-    later = in_order(strategy, comm, divided)
-    assert sorted(joined(head + rest)) == list(range(22))
-    other = distribute()
-    for start in (0, 3):
-        iterator = iter(other)
-        list(itertools.islice(iterator, start))
-        iterator.set_state(state)
-        assert in_order(strategy, comm, iterator) == rest
-        assert in_order(strategy, comm, other) == later
-    size = 2 if name == "twice" else 1
-    assert len(strategy.extended.node_memory) <= 2 * size
 
 
 def test_an_iterator_from_before_a_set_state_keeps_its_order(strategy, comm):
@@ -933,26 +628,6 @@ def test_a_strategy_that_ends_while_its_cache_is_read(comm):
     with pytest.raises(mpidist.ContextError, match="final"):
         next(iterator)
     iterator.close()
-
-
-def test_threads_may_fill_and_read_one_cache(strategy, comm):
-    source, rows = counting(60)
-    dataset = rows.batch(3).map(lambda x: x + 1, num_parallel_calls=4).cache()
-    dataset = dataset.map(lambda x: -x, num_parallel_calls=4)
-    divided = strategy.experimental_distribute_dataset(dataset)
-    for _ in range(5):
-        found = joined(in_order(strategy, comm, divided))
-        assert found == [-x for x in range(1, 61)]
-    once_per_node(strategy, comm, source, range(60))
-
-
-def test_replicas_that_read_each_others_rows_at_once_see_whole_rows(strategy, comm):
-    """Every rank reads all rows, while others write them."""
-    rows = numbers(64).map(lambda x: np.full(1 << 12, x))
-    off = Options(AutoShardPolicy.OFF)
-    dataset = rows.cache().shuffle(seed=comm.size).batch(4).with_options(off)
-    for part in mine(strategy, strategy.experimental_distribute_dataset(dataset)):
-        assert (part == part[:, :1]).all()
 
 
 SCRIPT = """

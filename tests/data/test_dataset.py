@@ -52,33 +52,6 @@ def test_arrays_without_common_rows_are_refused(tensors):
         Dataset.from_tensor_slices(tensors)
 
 
-@pytest.mark.parametrize("drop_remainder", [False, True])
-@pytest.mark.parametrize(("n", "size"), [(0, 3), (1, 3), (6, 3), (7, 3), (2, 1)])
-def test_batch(n, size, drop_remainder):
-    dataset = numbers(n).batch(size, drop_remainder)
-    expected = in_batches(list(range(n)), size, drop_remainder)
-    assert lists(dataset) == expected
-    assert len(dataset) == dataset.cardinality() == len(expected)
-
-
-@pytest.mark.parametrize("count", [0, 1, 4, 5, 9])
-def test_take_and_skip(count):
-    assert lists(numbers(5).take(count)) == list(range(5))[:count]
-    assert lists(numbers(5).skip(count)) == list(range(5))[count:]
-    assert lists(numbers(5).take(-1)) == list(range(5))
-
-
-@pytest.mark.parametrize("n", [0, 1, 7, 8])
-def test_shards_are_every_kth_element(n):
-    for index in range(4):
-        assert lists(numbers(n).shard(4, index)) == list(range(n))[index::4]
-
-
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_repeat(count):
-    assert lists(numbers(3).repeat(count)) == list(range(3)) * count
-
-
 @pytest.mark.parametrize("forever", [None, -1])
 def test_endless_repeat(forever):
     dataset = numbers(3).repeat(forever)
@@ -91,63 +64,8 @@ def test_endless_repeat(forever):
         len(dataset)
 
 
-def test_endless_repeat_of_nothing_is_nothing():
-    assert lists(numbers(0).repeat().batch(2)) == []
-
-
-@pytest.mark.parametrize("buffer_size", [None, 1, 1000])
-def test_shuffle_is_the_permutation_of_its_seed(buffer_size):
-    assert lists(numbers(20).shuffle(buffer_size, seed=3)) == shuffled(20, 3)
-
-
-def test_shuffle_without_a_seed_is_another_order_each_time():
-    dataset = numbers(50).shuffle()
-    orders = [lists(dataset) for _ in range(5)]
-    assert all(sorted(order) == list(range(50)) for order in orders)
-    assert len(set(map(tuple, orders))) == 5
-
-
-def test_epochs_of_a_shuffle_straddle_batches():
-    dataset = numbers(7).shuffle(seed=1).repeat(3).batch(4)
-    order = [row for epoch in range(3) for row in shuffled(7, 1, epoch)]
-    assert lists(dataset) == in_batches(order, 4)
-
-
-def test_batches_before_the_repeat_do_not_straddle_epochs():
-    dataset = numbers(7).shuffle(seed=1).batch(4).repeat(2)
-    expected = [in_batches(shuffled(7, 1, epoch), 4) for epoch in range(2)]
-    assert lists(dataset) == expected[0] + expected[1]
-
-
-def test_shuffle_may_keep_its_order_over_repeats():
-    dataset = numbers(7).shuffle(seed=1, reshuffle_each_iteration=False).repeat(2)
-    assert lists(dataset) == shuffled(7, 1) * 2
-
-
-def test_iterating_again_gives_the_next_epoch():
-    dataset = numbers(30).shuffle(seed=1)
-    assert lists(dataset) == shuffled(30, 1, 0)
-    assert lists(dataset) == shuffled(30, 1, 1)
-
-
-def test_shuffle_without_a_seed_may_keep_its_order():
-    dataset = numbers(30).shuffle(reshuffle_each_iteration=False)
-    assert lists(dataset) == lists(dataset)
-
-
 def test_seed_may_be_a_numpy_integer():
     assert lists(numbers(9).shuffle(seed=np.int64(3))) == shuffled(9, 3)
-
-
-def test_shuffle_after_batch_moves_whole_batches():
-    expected = [in_batches(list(range(7)), 2)[i] for i in shuffled(4, 5)]
-    assert lists(numbers(7).batch(2).shuffle(seed=5)) == expected
-
-
-def test_batches_of_batches():
-    dataset = numbers(12).batch(2).batch(2)
-    assert lists(dataset) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
-    assert next(iter(dataset)).shape == (2, 2)
 
 
 def test_batches_of_unequal_batches_are_an_error():
@@ -182,16 +100,6 @@ def test_map_sees_rows_before_batch_and_batches_after_it():
     assert seen == [()] * 5 + [(3,), (2,)]
 
 
-def test_map_takes_tuples_as_arguments_and_may_change_the_structure():
-    x, y = np.arange(4), np.arange(4) * 10
-    dataset = Dataset.from_tensor_slices((x, y)).map(lambda x, y: {"sum": x + y})
-    assert [d["sum"] for d in dataset] == [0, 11, 22, 33]
-    again = dataset.map(lambda d: (d["sum"], [1.0, 2.0])).batch(4)
-    (sums, pairs), *_ = again
-    assert sums.tolist() == [0, 11, 22, 33]
-    np.testing.assert_array_equal(pairs, [[1.0, 2.0]] * 4)
-
-
 def test_map_result_of_unequal_shapes_cannot_be_batched():
     with pytest.raises(mpidist.DataError, match="elements that differ"):
         list(numbers(3).map(lambda i: np.zeros(i)).batch(3))
@@ -202,36 +110,11 @@ def test_what_a_mapped_function_raises_propagates():
         list(numbers(3).map(lambda i: 1 // int(i)))
 
 
-def test_a_dataset_is_left_as_it_was_by_its_methods():
-    dataset = numbers(4)
-    dataset.batch(2), dataset.repeat(), dataset.map(str), dataset.shuffle()
-    assert lists(dataset) == [0, 1, 2, 3]
-
-
 def test_elements_do_not_share_memory_with_the_source():
     array = np.zeros((3, 2))
     for element in Dataset.from_tensor_slices(array).batch(2):
         element += 1
     assert not array.any()
-
-
-@pytest.mark.parametrize(
-    ("method", "arguments", "error"),
-    [
-        ("batch", (0,), ValueError),
-        ("batch", (2.5,), TypeError),
-        ("shuffle", (0,), ValueError),
-        ("repeat", (-2,), ValueError),
-        ("take", (-2,), ValueError),
-        ("skip", (-1,), ValueError),
-        ("shard", (2, 2), ValueError),
-        ("shard", (0, 0), ValueError),
-        ("map", (3,), TypeError),
-    ],
-)
-def test_bad_arguments_are_refused_at_once(method, arguments, error):
-    with pytest.raises(error):
-        getattr(numbers(4), method)(*arguments)
 
 
 def test_an_endless_dataset_cannot_be_shuffled():

@@ -63,14 +63,6 @@ def expected(name):
     return np.stack([np.asarray(second(first(i))) for i in np.arange(ROWS)])
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_two_maps_are_one_map_of_both_functions(name, step):
-    dataset = build(name, step).batch(3)
-    for _ in range(2):  # the second time from the cache, if there is one
-        np.testing.assert_array_equal(np.concatenate(list(dataset)), expected(name))
-
-
 @pytest.mark.parametrize("step", DISTRIBUTED)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_two_maps_are_one_map_on_any_number_of_ranks(strategy, comm, name, step):
@@ -390,19 +382,6 @@ def test_a_range_that_its_dtype_holds_is_exact(arguments, dtype):
 def test_numbers_of_enumerate_do_not_wrap():
     with pytest.raises(OverflowError):
         list(Dataset.range(3).enumerate(2**63 - 2).batch(3))
-
-
-@pytest.mark.parametrize("maps", [0, 1, 2])
-def test_repetitions_and_joined_datasets_keep_the_order(maps):
-    """Batches lie in one part or in several; mapped parts are lists of elements."""
-    dataset = Dataset.range(5)
-    for _ in range(maps):
-        dataset = dataset.map(lambda i: i + 0)
-    dataset = dataset.repeat(3).concatenate(dataset.skip(2)).repeat(2)
-    expected = ([*range(5)] * 3 + [2, 3, 4]) * 2
-    for size in (1, 4, 7):
-        batches = dataset.map(lambda i: i).batch(size) if maps else dataset.batch(size)
-        assert np.concatenate(list(batches)).tolist() == expected
 
 
 @pytest.mark.parametrize("package", ["pandas", "polars"])

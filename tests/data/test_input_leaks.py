@@ -42,6 +42,11 @@ def wait_for_threads():
     return [t.name for t in threading.enumerate() if t.name.startswith("mpidist")]
 
 
+def require_nothing_left(path):
+    assert wait_for_threads() == []
+    assert left_open(path) == []
+
+
 def distribute(strategy, path, name, depth, dataset=lambda d: d):
     rows = dataset(Dataset.from_hdf5(path, name)).shuffle(seed=0, window_chunks=2)
     options = InputOptions(experimental_per_replica_buffer_size=depth)
@@ -50,12 +55,24 @@ def distribute(strategy, path, name, depth, dataset=lambda d: d):
 
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("name", ["bytes", "gzip", "lzf"])
-def test_a_break_leaves_nothing_behind(strategy, path, name, depth):
-    divided = distribute(strategy, path, name, depth)
-    for _ in divided:
+def test_a_loop_that_is_left_leaves_nothing_behind(strategy, path, name, depth):
+    """By a break, by an error in the loop, or by one of a mapped function."""
+
+    def fail(row):
+        if row[0] > 200:
+            raise OSError("no such row")
+        return row
+
+    for _ in distribute(strategy, path, name, depth):
         break
-    assert wait_for_threads() == []
-    assert left_open(path) == []
+    require_nothing_left(path)
+    with pytest.raises(ZeroDivisionError):
+        for step, _ in enumerate(distribute(strategy, path, name, depth)):
+            1 / (step - 2)
+    require_nothing_left(path)
+    with pytest.raises(OSError, match="no such row"):
+        list(distribute(strategy, path, name, depth, lambda d: d.map(fail)))
+    require_nothing_left(path)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -69,32 +86,7 @@ def test_closing_leaves_nothing_behind(strategy, path, name, depth, steps):
         with pytest.raises(StopIteration):
             next(iterator)
     iterator.close()
-    assert wait_for_threads() == []
-    assert left_open(path) == []
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_an_exception_leaves_nothing_behind(strategy, path, depth):
-    divided = distribute(strategy, path, "gzip", depth)
-    with pytest.raises(ZeroDivisionError):
-        for step, _ in enumerate(divided):
-            1 / (step - 2)
-    assert wait_for_threads() == []
-    assert left_open(path) == []
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_a_failing_map_leaves_nothing_behind(strategy, path, depth):
-    def fail(row):
-        if row[0] > 200:
-            raise OSError("no such row")
-        return row
-
-    divided = distribute(strategy, path, "gzip", depth, lambda d: d.map(fail))
-    with pytest.raises(OSError, match="no such row"):
-        list(divided)
-    assert wait_for_threads() == []
-    assert left_open(path) == []
+    require_nothing_left(path)
 
 
 def test_the_end_leaves_no_thread_and_forgetting_the_dataset_no_file(strategy, path):
@@ -123,8 +115,7 @@ def test_a_break_from_a_local_dataset_leaves_nothing_behind(path, ahead):
     dataset = Dataset.from_hdf5(path, "gzip").batch(4).prefetch(ahead)
     for _ in dataset:
         break
-    assert wait_for_threads() == []
-    assert left_open(path) == []
+    require_nothing_left(path)
     with pytest.raises(ZeroDivisionError):
         list(Dataset.from_hdf5(path, "gzip").map(lambda row: 1 // 0))
     assert left_open(path) == []

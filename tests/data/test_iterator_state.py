@@ -59,146 +59,8 @@ def files(comm, mpi_tmp_path):
     return make
 
 
-class Case(NamedTuple):
-    """A dataset of batches, and the rows of an epoch without their order."""
-
-    build: object
-    rows: list
-    limit: int | None = None  # of steps, where there is no end
-
-
 def of_files(paths):
     return Dataset.from_hdf5(paths, {"x": "x", "y": "y"})
-
-
-CASES = {
-    "plain": Case(lambda f: numbers(23).batch(5), range(23)),
-    "fewer rows than ranks": Case(lambda f: numbers(5).batch(4), range(5)),
-    "nothing": Case(lambda f: numbers(0).batch(4), []),
-    "shuffled": Case(lambda f: numbers(23).shuffle(seed=3).batch(4), range(23)),
-    "shuffled without seed": Case(lambda f: numbers(23).shuffle().batch(4), range(23)),
-    "shuffled batches": Case(
-        lambda f: numbers(14).shuffle(seed=1).batch(3).shuffle(), range(14)
-    ),
-    "files": Case(lambda f: of_files(f).batch(6), range(18)),
-    "shuffled files": Case(lambda f: of_files(f).shuffle().batch(5), range(18)),
-    "repeated": Case(
-        lambda f: numbers(7).shuffle().repeat(3).batch(4), sorted([*range(7)] * 3)
-    ),
-    "repeated batches": Case(
-        lambda f: numbers(7).shuffle(seed=2).batch(4).repeat(3),
-        sorted([*range(7)] * 3),
-    ),
-    "mapped": Case(
-        lambda f: numbers(13).map(lambda x: x + 1).shuffle().batch(4).map(lambda x: -x),
-        range(-13, 0),
-    ),
-    "without remainder": Case(
-        lambda f: numbers(14).batch(4, drop_remainder=True), range(12)
-    ),
-    "a part": Case(
-        lambda f: numbers(30).skip(3).take(20).shard(2, 1).batch(3), range(4, 23, 2)
-    ),
-    "concatenated": Case(
-        lambda f: (
-            numbers(9).shuffle().batch(4).concatenate(Dataset.range(9, 14).batch(2))
-        ),
-        range(14),
-    ),
-    "endless": Case(
-        lambda f: numbers(8).shuffle().repeat().batch(4), sorted([*range(8)] * 4), 8
-    ),
-    "generated": Case(lambda f: generated(14).batch(4), range(14)),
-    "generated and shuffled": Case(
-        lambda f: generated(14).shuffle(5).map(lambda x: x * 2).batch(4),
-        range(0, 28, 2),
-    ),
-    "generated batches": Case(
-        lambda f: mpidist.data.dataset.as_dataset(
-            [np.arange(3), np.arange(3, 4), np.arange(4, 9)], "test"
-        ),
-        range(9),
-    ),
-    "rows and a generator": Case(
-        lambda f: (
-            numbers(5)
-            .batch(2)
-            .concatenate(Dataset.from_generator(lambda: iter(range(5, 9))).batch(3))
-        ),
-        range(9),
-    ),
-    "zipped": Case(
-        lambda f: Dataset.zip(of_files(f).shuffle(), numbers(21).shuffle()).batch(4),
-        range(18),
-    ),
-    "zipped in order": Case(
-        lambda f: Dataset.zip({"a": of_files(f), "b": numbers(30)}).shuffle().batch(4),
-        range(18),
-    ),
-    "zipped batches": Case(
-        lambda f: Dataset.zip(numbers(18).batch(5), of_files(f).batch(5)), range(18)
-    ),
-    "zipped and repeated": Case(
-        lambda f: Dataset.zip(numbers(7).repeat(), numbers(9)).batch(4).repeat(2),
-        sorted([*range(7), 0, 1] * 2),
-    ),
-    "enumerated": Case(
-        lambda f: of_files(f).shuffle(seed=4).enumerate(3).shuffle().batch(5),
-        range(3, 21),
-    ),
-    "unbatched": Case(
-        lambda f: of_files(f).shuffle(seed=4).batch(4).unbatch().shuffle().batch(5),
-        range(18),
-    ),
-    "unbatched parts": Case(
-        lambda f: (
-            numbers(23)
-            .batch(4, drop_remainder=True)
-            .skip(1)
-            .take(3)
-            .cache()
-            .repeat(2)
-            .concatenate(Dataset.range(30, 33).batch(2))
-            .unbatch()
-            .shuffle()
-            .batch(5)
-        ),
-        sorted([*range(4, 16)] * 2 + [30, 31, 32]),
-    ),
-    "unbatched after a function": Case(
-        lambda f: numbers(23).batch(4).map(lambda x: x[x > 3]).unbatch().batch(5),
-        range(4, 23),
-    ),
-    "filtered": Case(
-        lambda f: of_files(f).shuffle().filter(lambda row: row["x"] % 3 == 0).batch(4),
-        range(0, 18, 3),
-    ),
-    "interleaved": Case(
-        lambda f: (
-            Dataset.range(4)
-            .interleave(lambda i: numbers(3 * i).map(lambda x: 10 * i + x).shuffle(), 3)
-            .batch(4)
-        ),
-        [10, 11, 12, *range(20, 26), *range(30, 39)],
-    ),
-    "interleaved files": Case(
-        lambda f: (
-            Dataset.from_tensor_slices(np.array(list(map(str, f))))
-            .interleave(lambda path: Dataset.from_hdf5(path, "x"), 2, 3)
-            .batch(4)
-        ),
-        range(18),
-    ),
-}
-# They show what interleaving and files each show, and take long
-SLOW = {"interleaved files"}
-ALL_CASES = pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in SLOW))
-        for name, case in CASES.items()
-    ],
-)
 
 
 # Runs
@@ -251,36 +113,6 @@ def record(strategy, dataset, epochs, limit):
     return [run(strategy, iter(divided), limit) for _ in range(epochs)]
 
 
-def require_rest(strategy, dataset, runs, limit):
-    """Restore every state of the first epochs, and compare all that follows."""
-    divided = strategy.experimental_distribute_dataset(dataset)
-    for this, following in itertools.pairwise(runs):
-        for i, state in enumerate(this.states):
-            iterator = iter(divided)
-            iterator.set_state(state)
-            assert iterator.get_state() == state
-            assert run(strategy, iterator, limit) == (this.steps[i:], this.states[i:])
-        assert run(strategy, iter(divided), limit) == following
-
-
-@ALL_CASES
-def test_every_state_fits_every_number_of_ranks(comm, strategies, files, case):
-    paths = files([5, 0, 2, 11])
-    for saver in strategies.values():
-        dataset = case.build(paths)
-        runs = record(saver, dataset, 3, case.limit) if saver else None
-        runs = comm.bcast(runs)
-        for epoch, recorded in enumerate(runs):
-            rows = sorted(x for step in recorded.steps for x in step[0])
-            assert rows == list(case.rows)
-            assert [s["epoch"] for s in recorded.states] == [epoch] * (
-                len(recorded.steps) + 1
-            )
-        # Restored in other objects, as in another job
-        for strategy in filter(None, strategies.values()):
-            require_rest(strategy, case.build(paths), runs, case.limit)
-
-
 def test_a_state_does_not_depend_on_the_number_of_ranks(comm, strategies, files):
     paths = files([5, 0, 2, 11])
     recorded = [
@@ -292,83 +124,22 @@ def test_a_state_does_not_depend_on_the_number_of_ranks(comm, strategies, files)
     assert all(runs == everywhere[0] for runs in everywhere)
 
 
+ENDLESS = numbers(8).shuffle().repeat().batch(4), 8
+PLAIN = [np.arange(3), np.arange(3, 4), np.arange(4, 9)], None
+
+
 @PREFETCH
-@ALL_CASES
-def test_an_iterator_in_use_goes_back_at_every_step(strategy, files, case, prefetch):
-    dataset = case.build(files([5, 0, 2, 11]))
-    divided = strategy.experimental_distribute_dataset(dataset, reading_ahead(prefetch))
-    expected = run(strategy, iter(divided), case.limit)
-    before = set(threading.enumerate())
-    iterator = iter(divided)
-    for back in range(len(expected.states)):
-        iterator.set_state(expected.states[-1 - back])
-        assert run(strategy, iterator, case.limit) == (
-            expected.steps[len(expected.steps) - back :],
-            expected.states[-1 - back :],
-        )
-        assert set(threading.enumerate()) <= before
-    for i, batch in enumerate(expected.steps):
-        iterator.set_state(expected.states[0])  # what was read ahead is of no use
+@pytest.mark.parametrize(("batches", "limit"), [ENDLESS, PLAIN], ids=["endless", ""])
+def test_other_batches_go_on_at_every_step(strategy, batches, limit, prefetch):
+    """The other kinds: tests/fuzz/rows.py."""
+    options, before = reading_ahead(prefetch), set(threading.enumerate())
+    divided = strategy.experimental_distribute_dataset(batches, options)
+    expected, iterator = run(strategy, iter(divided), limit), iter(divided)
+    for i in reversed(range(len(expected.states))):
         iterator.set_state(expected.states[i])
-        assert whole(strategy, next(iterator)) == batch
-        assert iterator.get_state() == expected.states[i + 1]
-        assert len(set(threading.enumerate()) - before) <= 1
-    iterator.close()
-    assert set(threading.enumerate()) <= before
-
-
-@PREFETCH
-@ALL_CASES
-def test_local_iterators_go_on_at_every_step(case, prefetch, tmp_path):
-    paths = write(tmp_path / "data", [5, 0, 2, 11])
-
-    def build():
-        return case.build(paths).prefetch(prefetch)
-
-    def go_on(iterator):
-        steps, states = [], [iterator.get_state()]
-        while states[-1]["step"] != case.limit:
-            batch = next(iterator, None)
-            if batch is None:
-                break
-            steps.append([leaf.tolist() for leaf in nest.flatten(batch)[0]])
-            states.append(iterator.get_state())
-        return Run(steps, states)
-
-    before = set(threading.enumerate())
-    dataset, other = build(), build()
-    epochs = [go_on(iter(dataset)) for _ in range(3)]
-    for this, following in itertools.pairwise(epochs):
-        assert sorted(x for s in this.steps for x in s[0]) == list(case.rows)
-        for i, state in enumerate(this.states):
-            iterator = iter(other)
-            iterator.set_state(state)
-            assert go_on(iterator) == (this.steps[i:], this.states[i:])
-        assert go_on(iter(other)) == following
-    del iterator
-    assert set(threading.enumerate()) <= before
-
-
-@ALL_CASES
-def test_local_and_distributed_iterators_take_each_others_states(
-    strategy, comm, files, case
-):
-    dataset = case.build(files([5, 2, 11]))
-    local = iter(dataset)
-    next(local, None)
-    state = comm.bcast(local.get_state())
-    divided = strategy.experimental_distribute_dataset(dataset)
-    iterator = iter(divided)
-    iterator.set_state(state)
-    there = run(strategy, iterator, case.limit)
-    back = iter(dataset)
-    back.set_state(state)
-    limit = case.limit and case.limit - state["step"]
-    assert there.steps == [
-        [leaf.tolist() for leaf in nest.flatten(batch)[0]]
-        for batch in itertools.islice(back, limit)
-    ]
-    assert back.get_state() == there.states[-1]
+        rest = run(strategy, iterator, limit)
+        assert rest == (expected.steps[i:], expected.states[i:])
+        assert set(threading.enumerate()) <= before
 
 
 # The state itself
@@ -402,18 +173,6 @@ def test_a_state_is_not_changed_by_what_comes_after(strategy):
     iterator.set_state(state)
     state["step"] = 2
     assert iterator.get_state() == copy
-
-
-@PREFETCH
-def test_batches_read_ahead_are_not_consumed(strategy, prefetch):
-    dataset = numbers(40).batch(4)
-    divided = strategy.experimental_distribute_dataset(dataset, reading_ahead(prefetch))
-    for iterator in (iter(divided), iter(dataset.prefetch(prefetch))):
-        for step in range(5):
-            assert iterator.get_state()["step"] == step
-            next(iterator)
-        iterator.close()
-        assert iterator.get_state()["step"] == 5
 
 
 def test_the_epoch_is_part_of_the_state(strategy):
@@ -655,30 +414,13 @@ def of_replicas(n, k):
     return f"of {n} replicas, each.*here they are of {k} replica.*AUTO or DATA fit"
 
 
-OWN = {
-    "unequal": lambda c: numbers(3 + 5 * c.input_pipeline_id).shuffle().batch(2),
-    "sharded": lambda c: (
-        numbers(23).shard(c.num_input_pipelines, c.input_pipeline_id).batch(3)
-    ),
-    "generators": lambda c: generated(3 + 5 * c.input_pipeline_id).shuffle(4).batch(2),
-    "generators that are empty": lambda c: generated(5 * c.input_pipeline_id).batch(2),
-    "rows and generators": lambda c: (
-        generated(4).batch(2) if c.input_pipeline_id == 0 else numbers(9).batch(2)
-    ),
-}
-
-
-@pytest.mark.parametrize("build", OWN.values(), ids=list(OWN))
-def test_replicas_own_data_go_on_at_the_same_number_of_ranks(
-    strategy, comm, strategies, build
-):
+def test_states_of_replicas_own_data_fit_as_many_ranks(strategy, comm, strategies):
     def divide(strategy):
-        return strategy.distribute_datasets_from_function(build)
+        return strategy.distribute_datasets_from_function(
+            lambda c: (generated if c.input_pipeline_id == 0 else numbers)(9).batch(2)
+        )
 
-    epoch = require_own_rest(strategy, comm, divide)
-    rows = sorted(x for batch in epoch.steps for x in batch)
-    context = mpidist.InputContext(comm.size, comm.rank, comm.size)
-    assert rows == sorted(x for batch in build(context) for x in batch.tolist())
+    require_own_rest(strategy, comm, divide)
     require_only_here(comm, strategies, divide, of_replicas)
 
 
@@ -872,32 +614,24 @@ def test_going_on_does_not_start_a_generator_that_has_not_begun(strategy):
 
 
 @pytest.mark.parametrize("make", [numbers, generated])
-def test_iterators_of_tensorflow_1_go_on_at_every_step(strategy, comm, make):
-    def begin():
-        return strategy.make_dataset_iterator(make(30).shuffle(9).batch(12))
-
+def test_iterators_of_tensorflow_1_go_on(strategy, make):
     def rest(iterator):
-        steps, states = [], [iterator.get_state()]
+        steps = []
         while True:
             try:
-                batch = iterator.get_next()
+                steps.append(whole(strategy, iterator.get_next()))
             except mpidist.OutOfRangeError:
-                return Run(steps, states)
-            steps.append(whole(strategy, batch))
-            states.append(iterator.get_state())
+                return steps
 
-    iterator, other = begin(), begin()
-    epochs = []
-    for _ in range(3):
-        epochs.append(rest(iterator))
+    iterator, other = (
+        strategy.make_dataset_iterator(make(30).shuffle(9).batch(12)) for _ in range(2)
+    )
+    for _ in range(2):  # epochs
+        iterator.get_next()
+        state, expected = iterator.get_state(), rest(iterator)
+        other.set_state(state)
+        assert rest(other) == expected
         iterator.initialize()
-    assert sorted(x for [b] in epochs[0].steps for x in b) == list(range(30))
-    for this, following in itertools.pairwise(epochs):
-        for i, state in enumerate(this.states):
-            other.set_state(state)
-            assert rest(other) == (this.steps[i:], this.states[i:])
-        other.initialize()
-        assert rest(other) == following
     with pytest.raises(ValueError, match="version"):
         other.set_state({})
     iterator.close(), other.close()

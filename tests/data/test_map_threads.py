@@ -1,16 +1,14 @@
 """Maps in several threads: the same elements in the same order, and no thread left."""
 
 import functools
-import os
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
-import h5py
 import numpy as np
 import pytest
-from all_ranks import local_rows, require_usable, rows_in_order
-from datasets import generated, lists, new_threads, numbers, require_no_new_threads
+from all_ranks import require_usable, rows_in_order
+from datasets import generated, lists, numbers, require_no_new_threads
 
 import mpidist
 from mpidist import Dataset, InputOptions
@@ -57,18 +55,6 @@ def test_any_number_of_threads_gives_the_same_elements_in_order(source, count):
         require_no_new_threads(before)
 
 
-def test_nests_are_mapped_as_without_threads():
-    rows = {"x": np.arange(10.0).reshape(5, 2), "y": (np.arange(5),)}
-    dataset = Dataset.from_tensor_slices(rows)
-
-    def swap(element):
-        return element["y"][0], {"sum": element["x"].sum()}
-
-    expected, found = dataset.map(swap).batch(2), dataset.map(swap, 3).batch(2)
-    for a, b in zip(expected, found, strict=True):
-        np.testing.assert_equal(a, b)
-
-
 @pytest.mark.parametrize(
     "build",
     [
@@ -87,19 +73,6 @@ def test_two_calls_run_at_the_same_time(build):
     assert all(name.startswith("mpidist-") for name in meet.threads)
 
 
-def test_no_more_threads_than_asked_for_call_the_function():
-    inside, most = [], []
-
-    def count(x):
-        inside.append(x)
-        most.append(len(inside))
-        inside.remove(x)
-        return x
-
-    assert len(list(numbers(200).map(count, 3).batch(50))) == 4
-    assert max(most) <= 3
-
-
 def test_a_call_that_was_cancelled_holds_nothing():
     """The only thread of the pool is busy until the end."""
 
@@ -116,25 +89,6 @@ def test_a_call_that_was_cancelled_holds_nothing():
         del add, thing
         assert gone() is None
         go.set()
-
-
-def test_one_thread_per_core_that_may_be_used():
-    threads = set()
-
-    def note(x):
-        threads.add(threading.current_thread().name)
-        return x
-
-    list(numbers(50).map(note, num_parallel_calls=-1).batch(50))
-    assert 1 <= len(threads) <= len(os.sched_getaffinity(0))
-
-
-@pytest.mark.parametrize("count", [0, -2])
-def test_numbers_of_calls_that_cannot_be_are_refused(count):
-    with pytest.raises(ValueError, match=f"num_parallel_calls must be.* not {count}"):
-        numbers(3).map(abs, num_parallel_calls=count)
-    with pytest.raises(TypeError):
-        numbers(3).map(abs, num_parallel_calls=1.5)
 
 
 @pytest.mark.parametrize("source", [numbers, generated])
@@ -172,19 +126,6 @@ def test_the_first_failure_in_a_batch_is_raised():
             list(numbers(64).map(fail, 4).batch(64))
 
 
-def test_what_a_generator_raises_comes_after_the_elements_before_it():
-    def broken():
-        yield from map(np.int64, range(5))
-        raise OSError(MESSAGE)
-
-    before, seen = threading.enumerate(), []
-    with pytest.raises(OSError, match=MESSAGE):
-        for x in Dataset.from_generator(broken).map(lambda x: x, 3):
-            seen.append(int(x))
-    assert seen == list(range(5))
-    require_no_new_threads(before)
-
-
 @pytest.mark.parametrize("source", [numbers, generated])
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_loop_that_is_broken_off_leaves_no_thread_behind(source, prefetch):
@@ -193,15 +134,6 @@ def test_a_loop_that_is_broken_off_leaves_no_thread_behind(source, prefetch):
         if x == 4:
             break
     require_no_new_threads(before)
-
-
-def test_a_stop_iteration_does_not_end_the_elements():
-    def stop(x):
-        return next(iter(())) if x == 2 else x
-
-    for dataset in (numbers(5).map(stop, 2), generated(5).map(stop, 2)):
-        with pytest.raises(RuntimeError, match="StopIteration"):
-            list(dataset)
 
 
 def test_an_endless_dataset_is_read_a_few_elements_ahead_only():
@@ -214,41 +146,6 @@ def test_an_endless_dataset_is_read_a_few_elements_ahead_only():
 
 
 # Divided over replicas
-
-
-@pytest.mark.parametrize("batch_first", [False, True], ids=["rows", "batches"])
-@pytest.mark.parametrize("ahead", [0, 1, 5])
-@pytest.mark.parametrize("count", [2, 3, -1])
-def test_divided_datasets_are_the_same_with_threads(
-    strategy, comm, batch_first, ahead, count
-):
-    def double(x):
-        return 2 * x
-
-    options = InputOptions(experimental_per_replica_buffer_size=ahead)
-    rows, found = numbers(30).shuffle(seed=3), []
-    for n in (None, count):
-        if batch_first:
-            dataset = rows.batch(4).map(double, n)
-        else:
-            dataset = rows.map(double, n).batch(4)
-        before = threading.enumerate()
-        divided = strategy.experimental_distribute_dataset(dataset, options)
-        found.append([rows_in_order(strategy, comm, divided) for _ in range(2)])
-        require_no_new_threads(before)
-    assert found[0] == found[1]
-    assert sorted(found[0][0]) == list(range(0, 60, 2))
-
-
-def test_rows_of_files_are_the_same_with_threads(strategy, comm, tmp_path):
-    paths = [tmp_path / f"{i}.h5" for i in range(3)]
-    for i, path in enumerate(paths):
-        with h5py.File(path, "w") as file:
-            file["x"] = np.arange(20.0) + 20 * i
-    dataset = Dataset.from_hdf5(paths, "x").shuffle(seed=1).batch(5)
-    dataset = dataset.map(lambda x: x + 1, num_parallel_calls=4)
-    divided = strategy.experimental_distribute_dataset(dataset)
-    assert sorted(rows_in_order(strategy, comm, divided)) == list(range(1, 61))
 
 
 def test_steps_are_mapped_at_the_same_time(strategy, comm):
@@ -326,42 +223,3 @@ def test_a_failure_on_one_rank_is_raised_on_all(strategy, batch_first, source):
     require_usable(strategy)
     iterator.close()
     require_no_new_threads(before)
-
-
-def test_after_a_failure_the_step_can_be_read_again(strategy, comm):
-    failed = []
-
-    def fail_once(x):
-        if (x == 9).any() and not failed:
-            failed.append(x)
-            raise OSError(MESSAGE)
-        return x
-
-    dataset = numbers(32).batch(4).map(fail_once, num_parallel_calls=2)
-    iterator = iter(strategy.experimental_distribute_dataset(dataset))
-    batches = [next(iterator), next(iterator)]
-    with pytest.raises(OSError, match=MESSAGE):
-        next(iterator)
-    batches += list(iterator)
-    assert rows_in_order(strategy, comm, batches) == list(range(32))
-
-
-def test_a_divided_loop_that_is_broken_off_leaves_no_thread(strategy):
-    before = threading.enumerate()
-    dataset = numbers(400).batch(4).map(lambda x: x, num_parallel_calls=3)
-    for _ in strategy.experimental_distribute_dataset(dataset):
-        assert new_threads(before)
-        break
-    require_no_new_threads(before)
-
-
-def test_own_batches_of_each_replica_are_mapped_in_threads(strategy, comm):
-    def make(context):
-        rows = numbers(24).shard(context.num_input_pipelines, context.input_pipeline_id)
-        return rows.batch(2).map(lambda x: -x, num_parallel_calls=3)
-
-    divided = strategy.distribute_datasets_from_function(make)
-    assert local_rows(strategy, divided) == [
-        (-np.arange(24)[comm.rank :: comm.size])[i : i + 2].tolist()
-        for i in range(0, 2 * len(divided), 2)
-    ]

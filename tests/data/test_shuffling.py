@@ -5,8 +5,6 @@ from __future__ import annotations
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mpidist import Dataset
 from mpidist.data.map_dataset import Epoch
@@ -17,35 +15,6 @@ from mpidist.util.shares import BatchShare
 
 def every(order, rows):
     return order(np.arange(rows))
-
-
-@settings(derandomize=True, database=None, max_examples=150, deadline=None)
-@given(
-    lengths=st.lists(st.integers(0, 900), min_size=1, max_size=6).filter(sum),
-    rows=st.integers(1, 20),
-    window=st.integers(1, 500),
-    seed=st.integers(-5, 5),
-    epoch=st.integers(0, 3),
-)
-@pytest.mark.slow
-def test_every_row_comes_once(lengths, rows, window, seed, epoch):
-    layout = ChunkLayout(tuple(lengths), rows, 10, is_costly=True)
-    order = ChunkShuffle(layout, window, seed, epoch)
-    found = every(order, sum(lengths))
-    assert sorted(found.tolist()) == list(range(sum(lengths)))
-    shuffled = np.random.default_rng(0).permutation(sum(lengths))
-    assert (order(shuffled) == found[shuffled]).all()
-
-
-def test_seeds_and_epochs_give_other_orders():
-    layout = ChunkLayout((1000,), 10, 8, is_costly=True)
-    orders = [
-        every(ChunkShuffle(layout, 8, seed, epoch), 1000).tolist()
-        for seed in (0, 1, -1)
-        for epoch in (0, 1)
-    ]
-    assert len({tuple(order) for order in orders}) == 6
-    assert orders[0] == every(ChunkShuffle(layout, 8, 0, 0), 1000).tolist()
 
 
 @pytest.mark.parametrize("window", [1, 4, 15])
@@ -142,22 +111,6 @@ def test_datasets_divided_over_replicas(strategy, path, name, window, drop):
             for r in range(replicas)
         ]
         assert np.concatenate(parts).tolist() == alone[4]
-
-
-def test_a_window_may_follow_other_steps(path):
-    base = Dataset.from_hdf5(path, "x")
-    for dataset in [
-        base.take(500).skip(3),
-        base.map(lambda x: x),
-        base.concatenate(base),
-        base.take(100).map(lambda x: x + 1).concatenate(base),
-    ]:
-        expected = sorted(int(x) for x in dataset)
-        for batch in (7, 64):
-            mixed = dataset.shuffle(seed=1, window_chunks=3).batch(batch)
-            found = [x for b in mixed for x in b.tolist()]
-            assert sorted(found) == expected
-            assert found != expected
 
 
 @pytest.mark.slow

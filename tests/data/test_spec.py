@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import h5py
 import numpy as np
 import pytest
 
@@ -113,17 +112,3 @@ def test_a_replica_without_batches_knows_them_after_the_first_step(strategy, com
     if comm.rank > 0:
         with pytest.raises(mpidist.DataError, match="yields no element"):
             _ = divided.element_spec
-
-
-def test_files(strategy, comm, mpi_tmp_path):
-    paths = [mpi_tmp_path / f"{i}.h5" for i in range(comm.size)]
-    if comm.rank == 0:
-        for path in paths:
-            with h5py.File(path, "w") as file:
-                file["x"] = np.zeros((3, 2), "f2")
-    comm.Barrier()
-    dataset = Dataset.from_hdf5(paths, "x").batch(4)
-    assert dataset.element_spec == spec(None, 2, dtype="f2")
-    options = Options(auto_shard_policy=AutoShardPolicy.FILE)
-    divided = strategy.experimental_distribute_dataset(dataset.with_options(options))
-    assert divided.element_spec == spec(None, 2, dtype="f2")

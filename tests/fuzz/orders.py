@@ -133,14 +133,15 @@ class Order:
 
     def possible(self):
         """Return the atoms that its elements may have."""
-        found, slots = collections.Counter(), collections.Counter()
+        found, slots = collections.Counter(), collections.defaultdict(list)
         for atom in atoms(self.content):
             if isinstance(atom, Slot):
-                slots[atom.order, atom.shift] += 1
+                slots[atom.order, atom.shift].append(atom.i)
             else:
                 found[atom] += 1
-        for (order, shift), count in slots.items():
-            times = -(-count // len(order.content))
+        for (order, shift), numbers in slots.items():
+            # Slots of a dataset beside itself are there more than once
+            times = max(collections.Counter(numbers).values())
             for atom, number in order.possible().items():
                 found[shifted(atom, shift)] += number * times
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -84,6 +85,7 @@ class Node:
       is_ahead: whether elements may be read before they are needed.
       shuffle: the number of the shuffle, if it is one.
       is_divisible: whether each rank may have some of the files.
+      drops: whether it leaves out the rows of a short batch.
     """
 
     make: Callable[..., Any]
@@ -97,6 +99,7 @@ class Node:
     is_late: bool = False
     is_ahead: bool = False
     is_divisible: bool = False
+    drops: bool = False
     shuffle: int | None = None
 
     def is_shuffled(self):
@@ -117,6 +120,24 @@ def bump(element, by):
     if isinstance(element, dict):
         return {**element, "id": element["id"] + np.int64(by * SHIFT)}
     return element
+
+
+def reused(element, kept, place=()):
+    """Return an element in memory that is used again for the next one like it."""
+    if isinstance(element, tuple):
+        return tuple(reused(e, kept, (*place, i)) for i, e in enumerate(element))
+    if isinstance(element, dict):
+        return {name: reused(e, kept, (*place, name)) for name, e in element.items()}
+    array = np.asarray(element)
+    memory = kept.setdefault((place, array.shape, array.dtype), np.empty_like(array))
+    memory[...] = array
+    return memory
+
+
+def reusing(function):
+    """Return a function that returns its results in the same memory, if alike."""
+    local = threading.local()
+    return lambda *e: reused(function(*e), vars(local))
 
 
 def taking(function, *arguments):
@@ -296,9 +317,14 @@ class Pipelines:
         columns = {"id": np.array(ids), "x": x}
         self.push(lambda: Dataset.from_tensor_slices(columns), lambda e: ids)
 
-    def generator(self, number):
+    def generator(self, number, reuses=False):
         rows, ids = self._rows(number)
-        self.push(lambda: Dataset.from_generator(lambda: iter(rows)), lambda e: ids)
+
+        def generate():
+            kept = {}
+            return (reused(row, kept) if reuses else row for row in rows)
+
+        self.push(lambda: Dataset.from_generator(generate), lambda e: ids)
 
     def range(self, count):
         items = [Number(i) for i in range(count)]
@@ -338,9 +364,10 @@ class Pipelines:
         """Return elements of the dataset at hand, to know what is possible."""
         return self.stack[-1].items(Epoch(self.job))
 
-    def map(self, by, threads):
+    def map(self, by, threads, reuses=False):
+        change = reusing(taking(bump, by)) if reuses else taking(bump, by)
         self.derive(
-            lambda d: d.map(taking(bump, by), num_parallel_calls=threads),
+            lambda d: d.map(change, num_parallel_calls=threads),
             lambda items: [shifted(item, by) for item in items],
             is_ahead=threads is not None,
         )
@@ -428,6 +455,7 @@ class Pipelines:
             lambda d: d.batch(size, drop_remainder=drop),
             lambda items: batched(items, size, drop),
             depth=self.stack[-1].depth + 1,
+            drops=drop,
         )
 
     def unbatch(self):

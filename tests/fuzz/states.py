@@ -17,6 +17,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 from job import World
+from stateful import Stateful
 
 import mpidist
 
@@ -166,19 +167,6 @@ def tree(shape, values, depth=0):
     if shape.random() < 0.4:
         return array(shape, values)
     return shape.choice([*SCALARS, *NUMBERS, *TEXTS])(values)
-
-
-class Stateful:
-    """An object with a state of its own."""
-
-    def __init__(self, state):
-        self.state = state
-
-    def get_state(self):
-        return self.state
-
-    def set_state(self, state):
-        self.state = state
 
 
 def generator(shape, values):

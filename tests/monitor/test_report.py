@@ -8,13 +8,11 @@ import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
-from pathlib import Path
 
 import chromium
 import pytest
 
 from mpidist.errors import DataError
-from mpidist.monitor import report as module
 from mpidist.monitor.report import (
     PARTS,
     describe,
@@ -341,26 +339,6 @@ def test_the_command_without_a_timeline(tmp_path):
     assert failed.returncode == 1
     assert "MPIDIST_TIMELINE" in failed.stderr
     assert "Traceback" not in failed.stderr
-
-
-def test_the_command_needs_no_mpi(folder, tmp_path):
-    words = ["report", str(folder), "-o", str(tmp_path / "page.html")]
-    code = (
-        "import sys, mpidist.launch.commands as c; c.is_command = lambda: True\n"
-        "sys.modules['mpi4py'] = None\n"
-        "from mpidist.__main__ import main\n"
-        f"sys.exit(main({words!r}))"
-    )
-    script = (
-        "import sys, types\n"
-        "package = types.ModuleType('mpidist')\n"
-        f"package.__path__ = [{str(Path(module.__file__).parents[1])!r}]\n"
-        "sys.modules['mpidist'] = package\n" + code
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
 
 
 def test_a_job_that_runs(folder):

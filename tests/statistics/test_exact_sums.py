@@ -53,28 +53,6 @@ def test_integers(rows):
     require_exact(rows)
 
 
-@pytest.mark.parametrize("dtype", ["f2", "f4"])
-def test_short_floats(dtype):
-    rng = np.random.default_rng(0)
-    rows = (rng.normal(size=(50, 2)) * 10.0 ** rng.integers(-4, 4, (50, 2))).astype(
-        dtype
-    )
-    require_exact(rows)
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e-310, 1e300, 1e200, 1e-200])
-def test_many_rows_of_unlike_sizes(scale):
-    rng = np.random.default_rng(0)
-    rows = rng.normal(size=(5000, 2)) * 10.0 ** rng.integers(-8, 8, (5000, 2)) * scale
-    require_exact(rows)
-
-
-def test_extremes_of_float64():
-    most, least = np.finfo(float).max, 5e-324
-    column = [most, -most, most, least, -least, least, 1.0, 2.0**-1022, most]
-    require_exact(np.array(column)[:, None])
-
-
 @settings(deadline=None)
 @given(some.lists(some.integers(-(2**200), 2**200), min_size=1), some.integers(0, 70))
 def test_words_hold_integers(numbers, shift):

@@ -480,17 +480,6 @@ def test_what_is_refused(strategy):
         Moments(strategy=3)
 
 
-def test_they_say_what_they_have(strategy):
-    made = make_all(strategy)
-    assert repr(made["moments"]) == "<Moments (ddof=0): no rows on this rank>"
-    made["moments"].update_state(np.zeros((2, 3)))
-    assert repr(made["moments"]).endswith("2 rows of float64[3] on this rank>")
-    made["histogram"].update_state([0, 1, 9])
-    assert "4 bins from -2.0 to 2.0): 3 numbers" in repr(made["histogram"])
-    assert "3 classes): 0 rows" in repr(made["matrix"])
-    assert "relative_error=0.01): 0 numbers" in repr(made["quantiles"])
-
-
 @pytest.mark.parametrize("kind", [tuple, dict])
 def test_a_dataset_of_several_arrays_has_statistics_of_each(comm, strategy, kind):
     x = np.random.default_rng(1).normal(size=(23, 3))

@@ -89,6 +89,9 @@ def test_the_console_script_needs_no_mpi(console_script, tmp_path):
         ended = launching.run([console_script, *words], PYTHONPATH=folders)
         assert ended.returncode == 0, ended.stderr
     assert "there is no MPI here" in ended.stdout
+    ended = launching.run([console_script, "report", str(tmp_path)], PYTHONPATH=folders)
+    assert ended.returncode == 1
+    assert "MPIDIST_TIMELINE" in ended.stderr
     ended = launching.run([console_script, "config", "x"], PYTHONPATH=folders)
     assert ended.returncode == 2
     assert ended.stderr.startswith("usage: mpidist config")

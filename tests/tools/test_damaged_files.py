@@ -190,9 +190,13 @@ def test_outputs_that_would_overwrite_each_other(tmp_path, capsys):
         "doctor --seconds nan",
         "doctor --seconds inf",
         "doctor --seconds 0",
+        "doctor --seconds soon",
+        "doctor --seconds",
+        "doctor --paths",
+        "doctor extra",
     ],
 )
-def test_numbers_that_no_job_could_use(words, capsys):
+def test_arguments_that_no_job_could_use(words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words.split())
     assert ended.value.code == 2

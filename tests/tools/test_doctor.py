@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import mpidist
-from mpidist.__main__ import main
 
 DOCTOR = ["-m", "mpidist", "doctor"]
 LIBRARY = str(Path(mpidist.__file__).parents[1])
@@ -186,35 +185,6 @@ def test_folders_that_only_some_ranks_see(tmp_path):
     assert "rank 1: No such file" in report("here", "FAIL")
 
 
-@pytest.mark.slow
-def test_a_read_only_file_system(tmp_path):
-    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
-        pytest.skip("mounting needs root")
-    full, fixed = tmp_path / "full", tmp_path / "fixed"
-    full.mkdir()
-    fixed.mkdir()
-    script = f"""mount -t tmpfs -o size=64k x {full} && mount -t tmpfs -o ro x {fixed}
-        head -c 64k /dev/zero >{full}/zeros
-        HOME={fixed} {sys.executable} -m mpidist doctor --json --paths {full} {fixed}"""
-    command = ["unshare", "-m", "sh", "-c", script]
-    report = Report(launching.run(command, PYTHONPATH=LIBRARY))
-    assert "tmpfs" in report(str(full), "OK")
-    assert "No space left" in report(f"{full}: writing", "FAIL")
-    assert "Read-only file system" in report(f"{fixed}: writing", "WARN")
-
-
-@pytest.mark.slow
-def test_little_shared_memory():
-    """So little that MPI itself may crash, or use none."""
-    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
-        pytest.skip("mounting needs root")
-    script = f"""mount -t tmpfs -o size=1m x /dev/shm
-        {sys.executable} -m mpidist doctor --json"""
-    ended = launching.run(["unshare", "-m", "sh", "-c", script], PYTHONPATH=LIBRARY)
-    found = Report(ended)("shared memory (/dev/shm)", "FAIL")
-    assert found.endswith("of 1 MiB")
-
-
 @pytest.fixture
 def dead_folder(tmp_path):
     """A folder on a file system of which nothing ever answers."""
@@ -248,43 +218,30 @@ def test_a_dead_file_system_does_not_stop_it(dead_folder, tmp_path, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
-def test_two_ranks_on_one_core():
-    report = together(2, {"all": {"core": CORES[1]}})
-    assert f"ranks 0-1 on core {CORES[1]}" in report("binding", "FAIL")
-    report = together(2, {"0": {"core": CORES[0]}, "1": {"core": CORES[1]}})
-    assert report.rows["binding"]["status"] != "FAIL"
-    assert report("threads", "OK") == "1 per rank"
-
-
-@pytest.mark.slow
-def test_more_threads_than_cores():
-    threads = "64"
-    report = together(2, {}, OMP_NUM_THREADS=threads)
-    assert "128 threads of ranks 0-1" in report("threads", "WARN")
-    report = alone(OMP_NUM_THREADS="many")
-    assert "OMP_NUM_THREADS=many" in report("threads", "WARN")
-
-
-@pytest.mark.slow
-def test_variables_that_differ_between_ranks(tmp_path):
+def test_what_is_wrong_with_the_ranks_of_a_job():
+    """Of each check by itself: test_doctor_checks.py."""
     changes = {
+        "all": {"core": CORES[-1]},
         "0": {"PYTHONHASHSEED": "1", "MPIDIST_CUDA_AWARE": "0"},
         "1": {"PYTHONHASHSEED": "2"},
     }
-    report = together(3, changes)
+    report = together(
+        3,
+        changes,
+        OMP_NUM_THREADS="64",
+        HDF5_USE_FILE_LOCKING="FALSE",
+        MPIDIST_RANKS_PER_NODE="2",
+    )
+    assert f"ranks 0-1 on core {CORES[-1]}" in report("binding", "FAIL")
+    assert "128 threads of ranks 0-1" in report("threads", "WARN")
     found = report("PYTHONHASHSEED", "WARN")
     assert found == "rank 0: 1; rank 1: 2; rank 2: not set"
     assert report("MPIDIST_CUDA_AWARE", "FAIL") == "rank 0: 0; ranks 1-2: not set"
-
-
-@pytest.mark.slow
-def test_a_launcher_that_started_more_than_mpi_sees():
-    environment = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
-    report = alone(**environment)
+    assert "does not lock" in report(".: locks", "OK")
+    assert "2 nodes" in report("nodes", "WARN")
+    report = alone(SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="0", OMP_NUM_THREADS="many")
     assert "SLURM_STEP_NUM_TASKS=4" in report("launcher", "FAIL")
-    allowed = alone(**environment, MPIDIST_ALLOW_SINGLETON="1")
-    assert allowed("launcher", "WARN")
+    assert "OMP_NUM_THREADS=many" in report("threads", "WARN")
 
 
 def test_an_mpirun_of_another_mpi(tmp_path):
@@ -418,45 +375,6 @@ def test_no_process_stays_when_it_is_ended(fake, tmp_path, module, stage, number
     os.close(child)
 
 
-@pytest.mark.slow
-def test_locks_that_hdf5_does_not_take():
-    report = alone(HDF5_USE_FILE_LOCKING="FALSE")
-    assert report("HDF5_USE_FILE_LOCKING", "OK") == "FALSE"
-    assert "does not lock" in report(".: locks", "OK")
-    report = alone(HDF5_USE_FILE_LOCKING="perhaps")
-    assert "perhaps" in report("HDF5_USE_FILE_LOCKING", "WARN")
-
-
-@pytest.mark.slow
-def test_nodes_that_are_pretended():
-    report = together(3, {}, MPIDIST_RANKS_PER_NODE="2")
-    assert "2 nodes" in report("nodes", "WARN")
-    report = together(2, {}, MPIDIST_RANKS_PER_NODE="none")
-    for what in ("MPIDIST_RANKS_PER_NODE, as a setting", "strategy", "all_reduce, CPU"):
-        assert "must be a positive number" in report(what, "FAIL")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--seconds", "0"],
-        ["--seconds", "nan"],
-        ["--seconds", "inf"],
-        ["--seconds", "soon"],
-        ["--seconds"],
-        ["--paths"],
-        ["--paths", ""],
-        ["--json", ""],
-        ["extra"],
-    ],
-)
-def test_bad_arguments(capsys, arguments):
-    with pytest.raises(SystemExit) as caught:
-        main(["doctor", *arguments])
-    assert caught.value.code == 2
-    assert "error: " in capsys.readouterr().err
-
-
 _NUMBERS = st.sampled_from(["0", "1", "2", "-1", "", "x", "1e9", "9" * 30, "\u0663"])
 _VARIABLES = """
 CUDA_VISIBLE_DEVICES FLUX_TASK_RANK HDF5_PLUGIN_PATH HDF5_USE_FILE_LOCKING
@@ -476,20 +394,6 @@ SLURM_STEP_ID SLURM_STEP_NUM_TASKS XDG_CACHE_HOME
 @given(st.dictionaries(st.sampled_from(_VARIABLES.split()), _NUMBERS, max_size=6))
 def test_any_environment(environment):
     alone(seconds="3", **environment)
-
-
-_WORDS = st.sampled_from(["--paths", "--json", "--seconds", "-", "1e3", "/", "--"])
-
-
-@pytest.mark.slow
-@settings(max_examples=6, deadline=None, derandomize=True)
-@given(st.lists(_WORDS, max_size=4))
-def test_any_arguments(arguments):
-    command = [sys.executable, *DOCTOR, *arguments]
-    ended = launching.run(command, PYTHONPATH=LIBRARY)
-    assert ended.returncode in (0, 1, 2)
-    assert "Traceback" not in ended.stderr
-    assert (ended.returncode == 2) == ("usage: " in ended.stderr)
 
 
 _LOSE = """

@@ -165,36 +165,6 @@ def test_a_job_reads_what_the_plan_says(
         assert plan.read_bytes == sum(read_bytes)
 
 
-def test_each_rank_of_a_group_of_one_reads_what_the_plan_says(
-    strategy, comm, files, monkeypatch
-):
-    """Files of unlike sizes make as many groups as ranks."""
-    paths = files(range(11, 11 + 3 * comm.size, 3), GZIP)
-    options = Options(AutoShardPolicy.FILE)
-    plan = plan_of(paths, 4 * comm.size, comm.size, policy="file")
-    observed = Observed(monkeypatch)
-    dataset = Dataset.from_hdf5(paths, ("x", "y")).batch(4 * comm.size)
-    divided = strategy.experimental_distribute_dataset(dataset.with_options(options))
-    assert len(list(divided)) == plan.steps
-    mine = by_rank(plan)[comm.rank]
-    assert (mine.count, mine.files) == (1, 1)
-    assert mine.read_bytes == observed["bytes"]
-    assert plan.decoded_chunks == comm.allreduce(observed["chunks"])
-
-
-@pytest.mark.parametrize("layout", ["gzip", "contiguous"])
-def test_drop_remainder_and_several_epochs(strategy, comm, files, monkeypatch, layout):
-    keep(monkeypatch, 400)
-    paths = files([50, 33], LAYOUTS[layout])
-    plan = plan_of(paths, 8, comm.size, drop_remainder=True)
-    observed = Observed(monkeypatch)
-    dataset = Dataset.from_hdf5(paths, ("x", "y")).batch(8, drop_remainder=True)
-    divided = strategy.experimental_distribute_dataset(dataset)
-    assert len(list(divided)) == plan.steps == 10
-    assert plan.dropped_rows == 3
-    assert comm.allreduce(observed["bytes"]) == plan.read_bytes
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 64, 4096])
 @pytest.mark.parametrize("policy", ["DATA", "OFF"])
 @pytest.mark.parametrize("batch_size", [1, 7, 250, 4096, 10_000])
@@ -332,14 +302,6 @@ def test_rows_are_exact_where_reads_are_not_estimated(tmp_path, monkeypatch, ord
     assert "0 steps per epoch" in to_text(plan)
 
 
-def test_what_uncompressed_rows_take_is_exact_at_any_length(tmp_path, monkeypatch):
-    paths = [write(tmp_path / f"{i}.h5", 300, Recipe()) for i in range(2)]
-    monkeypatch.setattr(plans, "_COUNTING_SECONDS", -1)
-    plan = plan_of(paths, 32, 5)
-    assert plan.counted_ranks == 5
-    assert plan.read_bytes == 600 * 32
-
-
 def test_advice_on_batch_sizes(tmp_path):
     path = write(tmp_path / "a.h5", 1000)
     expected = "batch 250 gives 3 ranks 84, 84, 82 rows; use 249 or 252"
@@ -416,15 +378,6 @@ def test_why_h5py_reads_a_dataset(tmp_path, reason):
     assert re.search(r"  x: .*by h5py \(", text.replace("\n    ", " "))
 
 
-def test_unlike_layouts_of_files_are_told(tmp_path):
-    paths = [write(tmp_path / f"{i}.h5", 20, GZIP if i else Recipe()) for i in range(3)]
-    text = " ".join(to_text(plan_of(paths, 4, 2)).split())
-    assert (
-        "contiguous: each row's bytes (in 1 file); chunks of (8, 2), shuffle," in text
-    )
-    assert "decoded here (in 2 files)" in text
-
-
 def test_datasets_with_equally_many_rows_are_taken(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["group/x"] = np.zeros((50, 3), "f4")
@@ -451,21 +404,6 @@ def test_what_a_node_does(tmp_path):
     assert f"nodes: 2 of 4 ranks; each reads {reads} per epoch, and keeps" in text
     assert f"keeps up to {kept} of chunks; cache() would keep" in text
     assert "nodes:" not in to_text(plan_of(path, 12, 6))
-
-
-def test_json_has_all_numbers(tmp_path):
-    path = write(tmp_path / "a.h5", 100)
-    plan = plan_of(path, 12, 5, shuffle=True, window_chunks=2, ranks_per_node=3)
-    found = json.loads(to_json(plan))
-    assert found["request"]["policy"] == "data"
-    assert found["steps"] == 9
-    assert (found["groups"][0]["first"], found["groups"][0]["last"]) == (0, 3)
-    ranks = [group["last"] - group["first"] + 1 for group in found["groups"]]
-    assert sum(g["rows"] * n for g, n in zip(found["groups"], ranks)) == 100
-    assert found["order"].startswith("blocks of 8 rows in random order")
-    (layout,) = found["datasets"][0]["layouts"]
-    assert layout.startswith("chunks of (8, 2), shuffle, gzip")
-    assert found["notes"] == plan.notes
 
 
 def run(*arguments):
@@ -590,20 +528,6 @@ def test_the_command_needs_no_mpi(tmp_path, without_mpi, how):
     assert done.stdout == to_text(plan_of(path, 8, 512)) + "\n"
 
 
-def test_help_and_errors_need_no_mpi_either(tmp_path, without_mpi):
-    for arguments, status in [
-        (["--help"], 0),
-        (["plan", "--help"], 0),
-        ([], 2),
-        (["nonsense"], 2),
-        (["plan", tmp_path / "missing.h5", "--batch", 1, "--ranks", 1], 1),
-    ]:
-        done = without_mpi("-m", "mpidist", *arguments)
-        assert done.returncode == status, done.stderr
-        assert "Traceback" not in done.stderr
-        assert "there is no MPI" not in done.stderr
-
-
 def test_other_programs_get_the_whole_package_or_an_error(tmp_path, without_mpi):
     """Also those that look like the command."""
     script = tmp_path / "script.py"
@@ -617,25 +541,6 @@ def test_other_programs_get_the_whole_package_or_an_error(tmp_path, without_mpi)
         done = without_mpi(*arguments)
         assert done.returncode == 1
         assert "there is no MPI here" in done.stderr
-
-
-def test_the_command_does_not_touch_mpi4py_where_there_is_one(tmp_path):
-    path = write(tmp_path / "a.h5", 100)
-    arguments = ["plan", path, "--batch", "8", "--ranks", "4"]
-    command = [
-        sys.executable,
-        "-X",
-        "importtime",
-        "-m",
-        "mpidist",
-        *map(str, arguments),
-    ]
-    done = launching.run(command, PYTHONPATH=str(LIBRARY))
-    assert done.returncode == 0
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "mpidist.tools.plan" in imported
-    assert not any(name.partition(".")[0] in ("mpi4py", "cupy") for name in imported)
-    assert "mpidist.resilience.exit_handling" not in imported
 
 
 @pytest.mark.parametrize(

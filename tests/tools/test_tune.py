@@ -11,7 +11,6 @@ from pathlib import Path
 import launching
 import numpy as np
 import pytest
-from all_ranks import on_root
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
@@ -87,34 +86,6 @@ def test_tables_are_written_beside_others(tmp_path):
     assert find_table(path, other)["broadcast"] == [(0, "shared")]
     assert find_table(path, LAYOUT._replace(device="GPU")) is None
     assert [p.name for p in path.parent.iterdir()] == ["transports.json"]
-
-
-BROKEN = {
-    "": "not a tuning file",
-    "{}": "'format'",
-    '{"format": 2, "tables": []}': "format 2, not 1",
-    '{"format": 1, "tables": [{}]}': "'mpi'",
-    "[1]": "not a tuning file",
-}
-
-
-@pytest.mark.parametrize("rows", [[], [[1, "mpi"]], [[0, "mpi"], [0, "mpi"]], [0], 3])
-def test_broken_rows_are_refused(tmp_path, rows):
-    path = tmp_path / "transports.json"
-    entry = {**LAYOUT._asdict(), "table": dict.fromkeys(METHODS, rows)}
-    path.write_text(json.dumps({"format": 1, "tables": [entry]}))
-    with pytest.raises(mpidist.LaunchError, match="not a tuning file"):
-        find_table(path, LAYOUT)
-    with pytest.raises(mpidist.LaunchError, match="not a tuning file"):
-        write_table(path, LAYOUT, TABLE, {})
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("text", BROKEN)
-def test_a_broken_file_is_an_error_on_all(comm, path, text):
-    on_root(comm, path.write_text, text)
-    with pytest.raises(mpidist.LaunchError, match=BROKEN[text]):
-        mpidist.MirroredStrategy(communicator=comm)
 
 
 @pytest.mark.mpi(min_size=2)

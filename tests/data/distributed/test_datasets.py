@@ -1,19 +1,13 @@
 """Datasets divided over replicas: every row once, in one order, for any number."""
 
-import itertools
-
-import h5py
 import numpy as np
 import pytest
 from all_ranks import in_order, local, on_all_ranks
 from datasets import generated, numbers, reading_ahead, shuffled
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mpidist import AutoShardPolicy, Dataset, InputContext, InputOptions, Options
-from mpidist.data.map_dataset import Epoch, SourceMapDataset
+from mpidist.data.map_dataset import SourceMapDataset
 from mpidist.errors import MismatchError
-from mpidist.util.shares import BatchShare
 
 
 def rows_of(n, dtype=np.float32):
@@ -49,32 +43,6 @@ def test_14_rows_in_batches_of_8(strategy, comm, make, drop_remainder, depth):
             len(divided)
 
 
-@pytest.mark.parametrize("kind", ["array", "mapped", "cached", "stream", "file"])
-def test_balanced_batches(strategy, comm, mpi_tmp_path, kind):
-    rows = np.arange(14, dtype=np.float32)
-    if kind == "file":
-        if comm.rank == 0:
-            with h5py.File(mpi_tmp_path / "rows.h5", "w") as file:
-                file["x"] = rows
-        comm.Barrier()
-        dataset = Dataset.from_hdf5(str(mpi_tmp_path / "rows.h5"), "x")
-    elif kind == "stream":
-        dataset = Dataset.from_generator(lambda: iter(rows))
-    else:
-        dataset = Dataset.from_tensor_slices(rows)
-    if kind == "mapped":
-        dataset = dataset.map(lambda x: x)
-    dataset = dataset.cache().batch(8) if kind == "cached" else dataset.batch(8)
-    options = InputOptions(balance_batches=True)
-    divided = strategy.experimental_distribute_dataset(dataset, options)
-    for _ in range(2):
-        steps = on_all_ranks(strategy, comm, divided)
-        assert in_order(steps) == rows.tolist()
-        sizes = [list(map(len, parts)) for parts in steps]
-        assert [sum(parts) for parts in sizes] == [8, 6]
-        assert all(max(parts) - min(parts) <= 1 for parts in sizes)
-
-
 @pytest.mark.mpi(min_size=2)
 def test_balance_on_some_ranks_is_an_error_on_all(strategy, comm):
     options = InputOptions(balance_batches=comm.rank == 0)
@@ -93,40 +61,6 @@ def test_epochs_have_every_row_once_in_the_order_of_the_permutation(
         steps = on_all_ranks(strategy, comm, divided)
         assert in_order(steps) == shuffled(n, 5, epoch)
         assert len(steps) == -(-n // batch_size)
-
-
-@pytest.mark.parametrize(
-    "build", [lambda: numbers(40).shuffle(), lambda: generated(40).shuffle(40)]
-)
-def test_without_a_seed_replicas_share_one_and_epochs_differ(strategy, comm, build):
-    divided = strategy.experimental_distribute_dataset(build().batch(7))
-    epochs = [in_order(on_all_ranks(strategy, comm, divided)) for _ in range(2)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(40))
-    assert epochs[0] != epochs[1]
-
-
-@BOTH
-def test_the_order_is_that_of_a_local_iteration(strategy, comm, make):
-    dataset = make(23).map(lambda x: x * 3)
-    dataset = dataset.shuffle(23 if make is numbers else 5, seed=1).repeat(2).skip(4)
-    dataset = dataset.batch(6).map(lambda x: x + 1)
-    if make is numbers:
-        dataset = dataset.shuffle(seed=2)
-    else:
-        dataset = dataset.concatenate([np.arange(3)])
-    divided = strategy.experimental_distribute_dataset(dataset)
-    expected = [batch.tolist() for batch in dataset]
-    steps = on_all_ranks(strategy, comm, divided)
-    assert [in_order([parts]) for parts in steps] == expected
-
-
-def test_endless_datasets_straddle_epochs(strategy, comm):
-    dataset = numbers(5).shuffle(seed=3).repeat().batch(4)
-    divided = strategy.experimental_distribute_dataset(dataset)
-    steps = on_all_ranks(strategy, comm, itertools.islice(divided, 4))
-    expected = [row for epoch in range(4) for row in shuffled(5, 3, epoch)]
-    assert in_order(steps) == expected[:16]
-    assert divided.cardinality == -1
 
 
 @pytest.mark.parametrize("dtype", ["f4", "u1", "?", "S5"])
@@ -173,23 +107,6 @@ def test_two_iterators_of_one_dataset_do_not_disturb_each_other(strategy, comm):
         assert in_order(steps) == shuffled(12, 1, epoch)
 
 
-def test_files_are_divided_by_rows(strategy, comm, mpi_tmp_path):
-    rows, names = rows_of(19), ["a.h5", "b.h5", "c.h5"]
-    if comm.rank == 0:
-        for name, part in zip(names, np.split(rows, [4, 4])):
-            with h5py.File(mpi_tmp_path / name, "w") as file:
-                file["x"], file["group/y"] = part, part[:, 0].astype("i2")
-    comm.Barrier()
-    dataset = Dataset.from_hdf5(str(mpi_tmp_path / "*.h5"), ["x", "group/y"])
-    divided = strategy.experimental_distribute_dataset(dataset.shuffle(seed=2).batch(7))
-    for epoch in range(2):
-        x, y = zip(*(local(strategy, batch) for batch in divided))
-        order = shuffled(19, 2, epoch)
-        assert in_order(on_all_ranks(strategy, comm, y)) == order
-        found = in_order(on_all_ranks(strategy, comm, x))
-        np.testing.assert_array_equal(found, rows[order])
-
-
 class Recorder:
     """Rows in memory that remember which of them were read."""
 
@@ -233,35 +150,6 @@ def test_datasets_from_a_function_are_taken_as_they_are(strategy, comm, old_name
             assert all(len(parts[rank]) <= size for parts in steps)
 
 
-@pytest.mark.parametrize("after", [False, True])
-def test_replicas_that_run_out_get_batches_without_rows(strategy, comm, after):
-    def make(ctx):
-        rows = Dataset.from_tensor_slices(rows_of(2 * ctx.input_pipeline_id + 1))
-        batches = rows.batch(2)
-        return batches.map(lambda x: (x > 0)[:, :2]) if after else batches
-
-    divided = strategy.distribute_datasets_from_function(make)
-    steps = on_all_ranks(strategy, comm, divided)
-    assert len(steps) == len(divided) == comm.size
-    for i, parts in enumerate(steps):
-        left = [max(0, min(2, 2 * rank + 1 - 2 * i)) for rank in range(comm.size)]
-        assert [len(part) for part in parts] == left
-        for part in parts:
-            assert part.dtype == (bool if after else np.float32)
-            assert part.shape[1:] == ((2,) if after else (3,))
-
-
-def test_a_replica_without_any_rows_follows_the_others(strategy, comm):
-    def make(ctx):
-        rows = Dataset.from_tensor_slices(rows_of(5))
-        return rows.take(5 if ctx.input_pipeline_id == 0 else 0).batch(2)
-
-    divided = strategy.distribute_datasets_from_function(make)
-    steps = on_all_ranks(strategy, comm, divided)
-    assert [len(parts[0]) for parts in steps] == [2, 2, 1]
-    assert all(part.shape == (0, 3) for parts in steps for part in parts[1:])
-
-
 @BOTH
 def test_unbatched_datasets_of_equal_length_give_their_elements(strategy, comm, make):
     divided = strategy.distribute_datasets_from_function(
@@ -288,42 +176,6 @@ def test_functions_are_told_their_replica(strategy, comm):
         lambda ctx: told.append(ctx) or numbers(2).batch(1)
     )
     assert told == [InputContext(comm.size, comm.rank, comm.size)]
-
-
-@settings(derandomize=True, database=None, deadline=None)
-@given(
-    counts=st.lists(st.integers(0, 9), min_size=1, max_size=4),
-    batch_size=st.integers(1, 12),
-    replicas=st.integers(1, 9),
-    drop_remainder=st.booleans(),
-    shuffle=st.booleans(),
-    mapped=st.booleans(),
-)
-def test_parts_of_all_replicas_cover_the_files(
-    tmp_path_factory, counts, batch_size, replicas, drop_remainder, shuffle, mapped
-):
-    folder, n = tmp_path_factory.mktemp("files"), sum(counts)
-    parts = np.split(np.arange(n), np.cumsum(counts)[:-1])
-    for i, part in enumerate(parts):
-        with h5py.File(folder / f"{i}.h5", "w") as file:
-            file["x"] = part
-    dataset = Dataset.from_hdf5(str(folder / "*.h5"), "x")
-    dataset = dataset.map(lambda x: x * 1) if mapped else dataset
-    dataset = dataset.shuffle(seed=n) if shuffle else dataset
-    pipeline = dataset.batch(batch_size, drop_remainder).pipeline
-    for epoch in range(2):
-        order = shuffled(n, n, epoch) if shuffle else list(range(n))
-        kept = n // batch_size * batch_size if drop_remainder else n
-        steps = [
-            [
-                pipeline.local_batch(Epoch(epoch), i, BatchShare(replicas, r))
-                for r in range(replicas)
-            ]
-            for i in range(pipeline.length)
-        ]
-        assert in_order(steps) == order[:kept]
-        share = -(-batch_size // replicas)
-        assert all(len(part) <= share for parts in steps for part in parts)
 
 
 @pytest.mark.parametrize("policy", ["AUTO", "OFF"])

@@ -41,12 +41,10 @@ def test_every_row_comes_once(strategy, path, monkeypatch, steps, depth, batch):
         assert rows_of(strategy, divided) == list(range(ROWS))
 
 
-def test_an_endless_dataset(strategy, path):
-    dataset = Dataset.from_hdf5(path, "x").repeat().batch(30)
-    iterator = iter(strategy.experimental_distribute_dataset(dataset))
-    found = rows_of(strategy, [next(iterator) for _ in range(40)])
-    assert found == sorted([*range(ROWS)] * 6)
-    iterator.close()
+def test_some_of_the_batches(strategy, path):
+    dataset = Dataset.from_hdf5(path, "x").batch(8).skip(3).take(9)
+    batches = list(strategy.experimental_distribute_dataset(dataset))
+    assert rows_of(strategy, batches) == list(range(24, 96))
 
 
 @pytest.mark.mpi(min_size=2)

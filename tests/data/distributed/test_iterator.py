@@ -2,30 +2,15 @@
 
 import threading
 
-import h5py
 import numpy as np
 import pytest
-from all_ranks import require_usable, rows_in_order
+from all_ranks import require_usable
 from datasets import numbers
 
 import mpidist
-from mpidist import Dataset, InputOptions
-from mpidist.data.sharding import Permutation
+from mpidist import InputOptions
 
 MESSAGE = "damaged on purpose"
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_reading_ahead_changes_nothing(strategy, comm, prefetch):
-    options = InputOptions(experimental_per_replica_buffer_size=prefetch)
-    dataset = numbers(30).shuffle(seed=1).batch(4)
-    divided = strategy.experimental_distribute_dataset(dataset, options)
-    order = Permutation(30, seed=1)(np.arange(30)).tolist()
-    iterator = iter(divided)
-    assert rows_in_order(strategy, comm, iterator) == order
-    for _ in range(2):
-        with pytest.raises(StopIteration):
-            iterator.get_next()
 
 
 def readers(before):
@@ -45,104 +30,6 @@ def test_an_iterator_that_is_closed_or_at_its_end_has_no_thread(
     at_its_end = iter(divided)
     list(at_its_end)
     assert not readers(before)
-
-
-def test_a_loop_that_is_broken_off_leaves_no_thread(strategy, read_in_threads):
-    before = set(threading.enumerate())
-    for _ in strategy.experimental_distribute_dataset(numbers(400).batch(4)):
-        left = readers(before)
-        break
-    assert left
-    for reader in left:
-        reader.join(600)
-    assert not readers(before)
-
-
-@pytest.mark.parametrize("after", [False, True], ids=["rows", "batches"])
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_what_a_map_raises_on_one_rank_is_raised_on_all(strategy, after, prefetch):
-    def fail(x):
-        if (np.asarray(x) == 11).any():
-            raise KeyError(MESSAGE)
-        return x
-
-    rows = numbers(16)
-    dataset = rows.batch(8).map(fail) if after else rows.map(fail).batch(8)
-    options = InputOptions(experimental_per_replica_buffer_size=prefetch)
-    iterator = iter(strategy.experimental_distribute_dataset(dataset, options))
-    next(iterator)
-    with pytest.raises(KeyError, match=MESSAGE):
-        next(iterator)
-    require_usable(strategy)
-
-
-@pytest.mark.parametrize(
-    "prefetch",
-    [0, 1, 3],
-)
-def test_after_an_error_no_row_comes_twice(strategy, comm, prefetch):
-    failed = []
-
-    def fail_once(x):
-        if x == 4 and not failed:
-            failed.append(x)
-            raise OSError(MESSAGE)
-        return x
-
-    options = InputOptions(experimental_per_replica_buffer_size=prefetch)
-    dataset = numbers(16).map(fail_once).batch(4)
-    iterator = iter(strategy.experimental_distribute_dataset(dataset, options))
-    batches = [next(iterator)]
-    with pytest.raises(OSError, match=MESSAGE):
-        next(iterator)
-    batches += list(iterator)
-    rows = rows_in_order(strategy, comm, batches)
-    assert len(set(rows)) == len(rows)
-    assert set(rows) >= {0, 1, 2, 3, *range(8, 16)}
-
-
-def test_a_stop_iteration_of_a_map_does_not_end_the_epoch(strategy):
-    dataset = numbers(4).map(lambda x: next(iter(()))).batch(2)
-    divided = strategy.experimental_distribute_dataset(dataset)
-    with pytest.raises(RuntimeError):
-        list(divided)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_map_over_batches_must_keep_their_rows(strategy):
-    dataset = numbers(16).batch(8).map(lambda x: x[:1])
-    with pytest.raises(ValueError, match="one row for each row"):
-        next(iter(strategy.experimental_distribute_dataset(dataset)))
-    require_usable(strategy)
-
-
-def cut_off(path):
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def damage_last_chunk(path):
-    with h5py.File(path, "r") as file:
-        chunk = file["x"].id.get_chunk_info(file["x"].id.get_num_chunks() - 1)
-    with open(path, "r+b") as file:
-        file.seek(chunk.byte_offset)
-        file.write(b"\xff" * chunk.size)
-
-
-@pytest.mark.parametrize("damage", [cut_off, damage_last_chunk])
-def test_a_file_damaged_on_one_rank_is_an_error_on_all(
-    strategy, comm, tmp_path, damage
-):
-    path = tmp_path / "own.h5"
-    with h5py.File(path, "w") as file:
-        file.create_dataset(
-            "x", data=np.ones((16, 3)), chunks=(1, 3), compression="gzip"
-        )
-    if comm.rank == comm.size - 1:
-        damage(path)
-    dataset = Dataset.from_hdf5(path, "x").batch(8)
-    with pytest.raises(mpidist.DataError, match=r"own\.h5"):
-        list(strategy.experimental_distribute_dataset(dataset))
-    require_usable(strategy)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -166,17 +53,6 @@ def test_unlike_datasets_are_refused_on_all_ranks(strategy, comm, build):
     with pytest.raises(mpidist.MismatchError, match="dataset"):
         strategy.experimental_distribute_dataset(dataset)
     require_usable(strategy)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_replicas_in_different_epochs_are_refused(strategy, comm):
-    divided = strategy.experimental_distribute_dataset(
-        numbers(16).shuffle(seed=0).batch(4)
-    )
-    if comm.rank == 0:
-        iter(divided).close()
-    with pytest.raises(mpidist.MpidistError):
-        next(iter(divided))
 
 
 def test_a_dataset_without_batches_is_refused(strategy):
@@ -257,34 +133,6 @@ def test_datasets_of_another_strategy_are_not_made_in_a_scope(comm, strategy):
 def test_options_that_cannot_be_are_refused(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         InputOptions(**arguments)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_iterators_that_are_out_of_step_are_an_error_on_all_ranks(strategy):
-    batches = strategy.experimental_distribute_dataset(numbers(12).batch(4))
-    if strategy.extended.replica_id == 0:
-        iter(batches)  # one epoch further than the others
-    with pytest.raises(ValueError, match="epoch is"):
-        next(iter(batches))
-    one, two = (
-        strategy.experimental_distribute_dataset(numbers(12).batch(4)) for _ in range(2)
-    )
-    with pytest.raises(
-        ValueError, match=r"the iterator is dataset.* made at .*test_iterator"
-    ):
-        next(iter(one if strategy.extended.replica_id == 0 else two))
-    assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
-
-
-@pytest.mark.mpi(min_size=2)
-def test_unlike_datasets_from_a_function_are_an_error_on_all_ranks(strategy):
-    def make(context):
-        dtype = np.float32 if context.input_pipeline_id == 0 else np.float64
-        return numbers(6, dtype).batch(2)
-
-    with pytest.raises(ValueError, match="float32 1 dimensions on rank 0"):
-        strategy.distribute_datasets_from_function(make)
-    assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
 
 
 EXIT_IN_MAP = """

@@ -97,20 +97,6 @@ def test_steps_that_are_read_at_a_time_arrive(
     assert in_order(strategy, comm, stream, iterator) == list(range(batch, 300))
 
 
-def test_as_many_slots_as_batches_are_on_their_way(strategy, comm, stream, monkeypatch):
-    monkeypatch.setattr(reader, "_GROUPS", ((8 << 20, 1),))
-    for depth in DEPTHS:
-        options = reading_ahead(depth)
-        divided = strategy.experimental_distribute_dataset(
-            numbers(80).batch(4), options
-        )
-        for _ in range(2):
-            assert in_order(strategy, comm, stream, divided) == list(range(80))
-        most = max(depth, 2) + 1 if depth else 1
-        assert len(stream.host.blocks) <= most
-        assert len(stream.device.blocks) <= most
-
-
 def test_too_little_memory_for_handing_out_is_an_error_on_all(
     strategy, comm, stream, monkeypatch, tmp_path
 ):
@@ -154,21 +140,6 @@ def test_too_little_memory_for_one_batch_of_many_is_met_at_that_batch(
     assert in_order(strategy, comm, stream, batches) == list(range(32))
 
 
-def test_rows_of_files_arrive(strategy, comm, stream, tmp_path):
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        file["x"] = np.arange(60.0).reshape(20, 3)
-        file["y"] = np.arange(20) % 2 == 0
-    dataset = Dataset.from_hdf5(tmp_path / "x.h5", ["x", "y"]).shuffle(seed=1).batch(6)
-    found = []
-    for batch in strategy.experimental_distribute_dataset(dataset):
-        x, y = (on_host(stream, local(strategy, leaf)) for leaf in batch)
-        assert (x.dtype, y.dtype) == (np.dtype("f8"), np.dtype("?"))
-        assert ((x[:, 0] // 3 % 2 == 0) == y).all()
-        found.extend(x[:, 0])
-    total = [x for part in comm.allgather(found) for x in part]
-    assert sorted(total) == list(range(0, 60, 3))
-
-
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("chunks", [None, (3, 50_000), (2, 20_000), "gzip"])
 @pytest.mark.parametrize("files", [1, 3])
@@ -201,15 +172,6 @@ def test_large_rows_of_files_arrive_as_they_were_read(
     assert max(s for s in stream.sent if s % (8 * length)) <= 4096
 
 
-def test_batches_that_are_kept_stay_as_they_are(strategy, comm, stream):
-    n = comm.size
-    divided = strategy.experimental_distribute_dataset(numbers(50 * n).batch(n))
-    kept = [local(strategy, batch) for batch in divided]
-    assert [on_host(stream, array)[0] for array in kept] == list(
-        range(comm.rank, 50 * n, n)
-    )
-
-
 def test_text_stays_on_the_host(strategy, comm, stream):
     n = comm.size
     rows = {"text": np.array(["a", "b"] * n), "x": np.arange(2 * n)}
@@ -221,17 +183,6 @@ def test_text_stays_on_the_host(strategy, comm, stream):
         2 * comm.rank,
         2 * comm.rank + 1,
     ]
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_a_loop_that_is_broken_off_gives_all_memory_back(strategy, stream, depth):
-    divided = strategy.experimental_distribute_dataset(
-        numbers(80).batch(4), reading_ahead(depth)
-    )
-    for batch in divided:
-        del batch
-        break
-    require_all_returned(stream)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -278,20 +229,6 @@ def test_too_little_memory_on_one_rank_is_an_error_on_all(strategy, comm, stream
         next(iterator)
     stream.host.limit = float("inf")
     assert in_order(strategy, comm, stream, iterator) == list(range(32))
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_a_state_is_gone_on_from(strategy, comm, stream, depth):
-    divided = strategy.experimental_distribute_dataset(
-        numbers(32).batch(4), reading_ahead(depth)
-    )
-    iterator = iter(divided)
-    next(iterator)
-    state = iterator.get_state()
-    next(iterator)
-    iterator.set_state(state)
-    assert in_order(strategy, comm, stream, iterator) == list(range(4, 32))
-    require_all_returned(stream)
 
 
 def test_replicas_that_have_ended_get_batches_of_no_rows(strategy, comm, stream):

@@ -8,7 +8,6 @@ from datasets import generated, in_batches, joined, numbers, with_policy
 
 import mpidist
 from mpidist import AutoShardPolicy, Dataset, Options
-from mpidist.data.sharding import Permutation
 
 
 @pytest.fixture
@@ -65,69 +64,6 @@ def test_auto_and_data_divide_batches(strategy, comm, make, policy):
     assert found == plain
     everyone = comm.allgather(found)
     assert [joined(parts) for parts in zip(*everyone)] == in_batches(list(range(14)), 8)
-
-
-@pytest.mark.parametrize("make", [numbers, generated])
-@pytest.mark.parametrize("batch_size", [1, 8, 9])
-def test_off_gives_every_replica_everything(strategy, comm, make, batch_size):
-    dataset = make(14).map(lambda x: x + 1).batch(batch_size).map(lambda x: x * 2)
-    divided = strategy.experimental_distribute_dataset(with_policy(dataset, "OFF"))
-    expected = in_batches([2 * i + 2 for i in range(14)], -(-batch_size // comm.size))
-    for _ in range(2):
-        assert local_rows(strategy, divided) == expected
-    assert divided.cardinality == (len(expected) if make is numbers else -2)
-
-
-def test_off_shuffles_alike_everywhere(strategy, comm):
-    dataset = with_policy(numbers(30).shuffle().batch(8), "OFF")
-    divided = strategy.experimental_distribute_dataset(dataset)
-    epochs = [local_rows(strategy, divided) for _ in range(2)]
-    assert comm.allgather(epochs) == [epochs] * comm.size
-    assert sorted(joined(epochs[0])) == sorted(joined(epochs[1])) == list(range(30))
-    assert epochs[0] != epochs[1]
-
-
-@pytest.mark.parametrize("counts", [(5, 3, 4, 2, 7), (6, 0, 1, 0), (2, 9, 0, 0, 3, 1)])
-@pytest.mark.parametrize("batch_size", [1, 7, 8])
-def test_file_gives_every_replica_its_own_files(
-    strategy, comm, files, counts, batch_size
-):
-    dataset = Dataset.from_hdf5(files(*counts), "x").map(lambda x: x * 1)
-    dataset = with_policy(dataset.batch(batch_size).map(lambda x: x + 0), "FILE")
-    divided = strategy.experimental_distribute_dataset(dataset)
-    share = -(-batch_size // comm.size)
-    own = [
-        joined(rows_of(counts, i) for i in range(rank, len(counts), comm.size))
-        for rank in range(comm.size)
-    ]
-    steps = max(-(-len(rows) // share) for rows in own)
-    expected = in_batches(own[comm.rank], share)
-    expected += [[]] * (steps - len(expected))
-    for _ in range(2):
-        found = local_rows(strategy, divided)
-        assert found == expected
-        every = joined(row for batch in comm.allgather(found) for row in batch)
-        assert sorted(every) == list(range(sum(counts)))
-    assert len(divided) == steps
-    for batch in divided:
-        assert strategy.experimental_local_results(batch)[0].dtype == np.int64
-
-
-def test_file_shuffles_repeats_and_drops_within_the_own_files(strategy, comm, files):
-    counts = (5, 3, 4, 2, 7, 6)
-    dataset = Dataset.from_hdf5(files(*counts), "x").shuffle(seed=4).repeat(2)
-    dataset = with_policy(dataset.batch(4 * comm.size, drop_remainder=True), "FILE")
-    divided = strategy.experimental_distribute_dataset(dataset)
-    rows = joined(rows_of(counts, i) for i in range(comm.rank, 6, comm.size))
-    order = [
-        rows[i]
-        for epoch in range(2)
-        for i in Permutation(len(rows), 4, epoch)(np.arange(len(rows)))
-    ]
-    kept = in_batches(order, 4)[: len(order) // 4]
-    found = local_rows(strategy, divided)
-    assert [batch for batch in found if batch] == kept
-    assert len({len(f) for f in comm.allgather(found)}) == 1
 
 
 def test_file_may_be_endless(strategy, comm, files):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from typing import NamedTuple
 
@@ -16,11 +15,6 @@ from mpidist import Dataset
 
 MESSAGE = "damaged on purpose"
 PREFETCH = pytest.mark.parametrize("prefetch", [0, 1, 3])
-
-
-class Pair(NamedTuple):
-    x: np.ndarray
-    y: np.ndarray
 
 
 # Global batches
@@ -50,15 +44,6 @@ def test_plain_batches_are_divided(strategy, comm, as_function):
         assert {p.shape[1:] for parts in y for p in parts} == {(1,)}
 
 
-def test_endless_generators_may_be_cut_off(strategy, comm):
-    dataset = Dataset.from_generator(itertools.count).batch(4)
-    taken = strategy.experimental_distribute_dataset(dataset.take(3))
-    assert in_order(on_all_ranks(strategy, comm, taken)) == list(range(12))
-    divided = strategy.experimental_distribute_dataset(dataset)
-    steps = on_all_ranks(strategy, comm, itertools.islice(divided, 3))
-    assert in_order(steps) == list(range(12))
-
-
 @pytest.mark.mpi(min_size=2)
 @PREFETCH
 def test_global_batches_that_end_on_one_replica_are_an_error_on_all(
@@ -78,16 +63,15 @@ def test_global_batches_that_end_on_one_replica_are_an_error_on_all(
     require_usable(strategy)
 
 
+UNLIKE = {
+    "dtype": lambda odd: np.zeros(4, np.float32 if odd else np.float64),
+    "dimensions": lambda odd: np.zeros((4, 2) if odd else 4),
+    "structure": lambda odd: {"b" if odd else "a": np.zeros(4)},
+}
+
+
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(
-    "batch",
-    [
-        lambda odd: np.zeros(4 + odd),
-        lambda odd: np.zeros(4, np.float32 if odd else np.float64),
-        lambda odd: np.zeros((4, 2 + odd)),
-        lambda odd: {"b" if odd else "a": np.zeros(4)},
-    ],
-)
+@pytest.mark.parametrize("batch", [*UNLIKE.values(), lambda odd: np.zeros(4 + odd)])
 def test_unlike_global_batches_are_an_error_on_all(strategy, comm, batch):
     divided = strategy.experimental_distribute_dataset([batch(comm.rank == 1)])
     with pytest.raises(mpidist.MismatchError, match="on rank 1"):
@@ -100,16 +84,6 @@ def test_a_generator_and_files_do_not_go_together(strategy, comm):
     dataset = generated(4) if comm.rank == 1 else Dataset.range(4)
     with pytest.raises(mpidist.MismatchError, match="dataset is"):
         strategy.experimental_distribute_dataset(dataset.batch(2))
-    require_usable(strategy)
-
-
-@pytest.mark.parametrize(
-    "batch", [3.0, {}, (np.zeros(3), np.zeros(4)), (np.zeros(3), 1.0)]
-)
-def test_elements_without_common_rows_are_refused(strategy, batch):
-    divided = strategy.experimental_distribute_dataset([batch])
-    with pytest.raises(mpidist.DataError, match="equal first dimension"):
-        next(iter(divided))
     require_usable(strategy)
 
 
@@ -172,54 +146,12 @@ def test_replicas_that_run_out_get_batches_without_rows(
                 assert (part == 10 * rank + i).all()
 
 
-@pytest.mark.mpi(min_size=2)
-def test_only_one_replica_has_batches(strategy, comm):
-    def make(ctx):
-        batches = [Pair(np.ones((2, 3), "f4"), np.arange(2))] * 3
-        return batches if ctx.input_pipeline_id == 1 else []
-
-    steps = [
-        local(strategy, pair.x).shape + local(strategy, pair.y).shape
-        for pair in strategy.distribute_datasets_from_function(make)
-    ]
-    assert steps == [(2, 3, 2) if comm.rank == 1 else (0, 3, 0)] * 3
-
-
 def test_no_replica_has_batches(strategy):
     divided = strategy.distribute_datasets_from_function(lambda ctx: [])
     for _ in range(2):
         assert list(divided) == []
     with pytest.raises(mpidist.OutOfRangeError):
         iter(divided).get_next()
-
-
-@PREFETCH
-def test_generators_and_datasets_of_known_length_mix(strategy, comm, prefetch):
-    def make(ctx):
-        rank = ctx.input_pipeline_id
-        source = Dataset.range if rank % 2 else generated
-        return source(5 - rank).map(lambda x: x + 10 * rank).batch(2)
-
-    divided = strategy.distribute_datasets_from_function(make, reading_ahead(prefetch))
-    for _ in range(2):
-        steps = on_all_ranks(strategy, comm, divided)
-        assert len(steps) == 3
-        for rank in range(comm.size):
-            mine = in_order([[parts[rank]] for parts in steps])
-            assert mine == [10 * rank + i for i in range(5 - rank)]
-
-
-def test_endless_generators_with_take(strategy, comm):
-    def make(ctx):
-        batches = Dataset.from_generator(itertools.count).batch(2)
-        return batches.take(ctx.input_pipeline_id + 1)
-
-    steps = on_all_ranks(
-        strategy, comm, strategy.distribute_datasets_from_function(make)
-    )
-    assert [list(map(len, parts)) for parts in steps] == [
-        [2 if i <= rank else 0 for rank in range(comm.size)] for i in range(comm.size)
-    ]
 
 
 def test_no_rows_take_the_shape_of_the_own_last_batch(strategy, comm):
@@ -247,14 +179,7 @@ def test_single_elements_of_unequal_number_are_an_error_on_all(strategy):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(
-    "batch",
-    [
-        lambda odd: np.zeros(4, np.float32 if odd else np.float64),
-        lambda odd: np.zeros((4, 2) if odd else 4),
-        lambda odd: {"b" if odd else "a": np.zeros(4)},
-    ],
-)
+@pytest.mark.parametrize("batch", UNLIKE.values())
 def test_unlike_batches_are_an_error_on_all(strategy, batch):
     divided = strategy.distribute_datasets_from_function(
         lambda ctx: [batch(ctx.input_pipeline_id == 1)]
@@ -298,29 +223,6 @@ def test_replicas_that_are_out_of_step_are_an_error_on_all(strategy, comm, kind)
     with pytest.raises(mpidist.MismatchError, match="on rank"):
         next(iter(three))
     require_usable(strategy)
-
-
-@pytest.mark.parametrize("trial", range(12))
-def test_any_lengths_give_every_row_once(strategy, comm, trial):
-    random = np.random.default_rng(trial)
-    lengths = random.integers(0, 9, comm.size).tolist()
-    sizes = random.integers(1, 4, comm.size).tolist()
-    is_stream = random.integers(0, 2, comm.size).tolist()
-    prefetch = int(random.integers(0, 3))
-
-    def make(ctx):
-        rank = ctx.input_pipeline_id
-        source = generated if is_stream[rank] else Dataset.range
-        rows = source(lengths[rank]).map(lambda x: x + 100 * rank)
-        return rows.batch(sizes[rank])
-
-    divided = strategy.distribute_datasets_from_function(make, reading_ahead(prefetch))
-    for _ in range(2):
-        steps = on_all_ranks(strategy, comm, divided)
-        assert len(steps) == max(-(-n // k) for n, k in zip(lengths, sizes))
-        assert sorted(in_order(steps)) == [
-            100 * rank + i for rank, n in enumerate(lengths) for i in range(n)
-        ]
 
 
 # Failures and threads
@@ -451,10 +353,3 @@ def test_the_default_strategy_gives_bare_batches_and_others_do_not(comm):
                 batches = [batch.values[0] for batch in batches]
             assert [batch.tolist() for batch in batches] == [[0, 1, 2]] * 2
     alone.experimental_finalize()
-
-
-def test_batches_of_generators_go_through_run_and_reduce(strategy):
-    rows = np.random.default_rng(0).normal(size=(14, 3))
-    divided = strategy.experimental_distribute_dataset([rows[:8], rows[8:9], rows[9:]])
-    total = sum(strategy.reduce("SUM", batch, axis=0) for batch in divided)
-    np.testing.assert_allclose(total, rows.sum(axis=0))

@@ -22,7 +22,6 @@ from hdf5_damage import (
 )
 from hdf5_files import require_same
 
-import mpidist
 from mpidist import DataError, Dataset
 from mpidist.hdf5 import files
 from mpidist.hdf5.files import RawFile, WatchedFile
@@ -43,19 +42,6 @@ def path(tmp_path):
 def open_file(path):
     with open(path, "rb") as file:
         return RawFile(path, state_of(path, file.fileno()))
-
-
-@pytest.mark.parametrize("size", [1, 3, 4096, 100_000])
-@pytest.mark.parametrize("count", [0, 1, 7, 300])
-def test_rows_at_any_offset(path, size, count):
-    data, random = path.read_bytes(), np.random.default_rng(count)
-    offsets = random.integers(0, SIZE - size + 1, count)
-    if count > 2:
-        offsets[:3] = [SIZE - size, 0, SIZE - size]
-    with ThreadPoolExecutor(3) as pool:
-        for parallel in [map, pool.map]:
-            found = open_file(path).gather(offsets, size, Buffers(), parallel)
-            assert [bytes(f) for f in found] == [data[o : o + size] for o in offsets]
 
 
 @pytest.mark.parametrize(
@@ -181,23 +167,6 @@ def test_copies_of_a_file_are_known_by_size_and_beginning(path):
     assert "modified" in here.changes_to(same, is_shared=True)[0]
 
 
-def test_a_change_is_noticed(path):
-    other = path.with_name("hard link")
-    for change, message in [
-        (lambda: os.truncate(path, SIZE - 1), "was changed"),
-        (lambda: os.utime(path, (1, 1)), "was changed"),
-        (lambda: path.write_bytes(b"x" * SIZE), "was changed"),
-        (lambda: (os.link(path, other), replace(path, bytes(SIZE))), "was changed"),
-        (path.unlink, "was removed or replaced"),
-    ]:
-        file = WatchedFile(open_file(path).state, is_local=True, name=str(path))
-        file.check()
-        change()
-        for _ in range(2):
-            with pytest.raises(DataError, match=f"bytes: {message}"):
-                file.check()
-
-
 def test_a_network_file_system_is_asked_now_and_then(path, monkeypatch):
     stat, calls = os.stat, []
     file = WatchedFile(open_file(path).state, is_local=False, name=str(path))
@@ -254,17 +223,3 @@ def test_rows_of_a_dataset(tmp_path, chunks, compression):
     dataset = Dataset.from_hdf5(tmp_path / "a.h5", "x").shuffle(seed=1)
     found = np.concatenate(list(dataset.batch(7)))
     require_same(found[np.argsort(found[:, 0])], data)
-
-
-@pytest.mark.usefixtures("kept")
-def test_rows_of_a_distributed_dataset(strategy, comm, mpi_tmp_path):
-    path = mpi_tmp_path / "a.h5"
-    if comm.rank == 0:
-        with h5py.File(path, "w") as file:
-            file["x"] = np.arange(1000)
-    comm.Barrier()
-    rows = Dataset.from_hdf5(path, "x").shuffle(seed=1).batch(30)
-    divided = strategy.experimental_distribute_dataset(rows)
-    total = sum(int(strategy.reduce("SUM", batch, axis=0)) for batch in divided)
-    assert total == 999 * 500
-    assert mpidist.Dataset.from_hdf5(path, "x").cardinality() == 1000

@@ -2,7 +2,6 @@
 
 import os
 import re
-import struct
 import tracemalloc
 import zlib
 
@@ -38,83 +37,6 @@ from hdf5_files import Recipe, require_same, rows_of
 from mpidist import AutoShardPolicy, DataError, Dataset, Options
 from mpidist.errors import ArgumentTypeError, MismatchError
 
-# Files that cannot be used: the rows x, y of each of two, and what the message says
-
-
-def nothing(path):
-    pass
-
-
-def text(path):
-    path.write_text("x,y\n1,2\n" * 1000)
-
-
-def empty(path):
-    path.write_bytes(b"")
-
-
-def folder(path):
-    path.mkdir()
-
-
-def dangling(path):
-    path.symlink_to("nowhere.h5")
-
-
-def signature_only(path):
-    path.write_bytes(b"\x89HDF\r\n\x1a\n")
-
-
-def group(path):
-    write(path, **{"x": numbered(4), "y/z": 1})
-
-
-def other_datasets(path):
-    write(path, x=numbered(4), z=numbered(4))
-
-
-def broken_soft_link(path):
-    with h5py.File(path, "w") as file:
-        file["x"], file["y"] = numbered(4), h5py.SoftLink("/nowhere")
-
-
-def broken_external_link(path):
-    with h5py.File(path, "w") as file:
-        file["x"], file["y"] = numbered(4), h5py.ExternalLink("nowhere.h5", "y")
-
-
-def named_type(path):
-    write(path, x=numbered(4), y=np.dtype("f4"))
-
-
-def scalar(path):
-    write(path, x=numbered(4), y=3.5)
-
-
-def no_dataspace(path):
-    write(path, x=numbered(4), y=h5py.Empty("f4"))
-
-
-def unequal_rows(path):
-    write(path, x=numbered(4), y=np.arange(5))
-
-
-def other_dtype(path):
-    write(path, x=numbered(4), y=np.arange(4.0))
-
-
-def other_row_shape(path):
-    write(path, x=numbered(4), y=np.zeros((4, 1), int))
-
-
-def other_fields(path):
-    write(path, x=numbered(4), y=np.zeros(4, "i4,f4"))
-
-
-def other_members(path):
-    dtype = h5py.enum_dtype({"cat": 0, "dog": 1}, "i8")
-    write(path, x=numbered(4), y=np.zeros(4, dtype))
-
 
 def overlapping_members(path):
     """Of a bfloat16, which h5py takes for 4 bytes, in the place of 2."""
@@ -131,58 +53,68 @@ def overlapping_members(path):
         h5d.create(file.id, b"z", inner, h5s.create_simple((4,)))
 
 
+def two(y):
+    """Return a function that writes a dataset x, and another one, y."""
+    return lambda path: write(path, x=numbered(4), y=y)
+
+
+# Files that cannot be used: the rows x, y of each of two, and what the message says
 UNUSABLE = {
-    nothing: "cannot be opened",
-    text: "cannot be opened",
-    empty: "cannot be opened",
-    folder: "cannot be opened",
-    dangling: "cannot be opened",
-    signature_only: "cannot be opened",
-    group: "no dataset 'y'",
-    other_datasets: "no dataset 'y'; there are: x, z",
-    broken_soft_link: "no dataset 'y'",
-    broken_external_link: "no dataset 'y'",
-    named_type: "no dataset 'y'",
-    scalar: "'y' is a scalar",
-    no_dataspace: "'y' is a scalar",
-    unequal_rows: "unequal rows: 'x' has 4, 'y' has 5",
-    other_dtype: "'y' are float64",
-    other_row_shape: r"'y' are int64 \(1,\)",
-    other_fields: r"'y' are .*f0",
-    other_members: r"'y' are int64{'cat': 0, 'dog': 1}",
-    overlapping_members: "'y' has a type .* member 'number' overlaps",
+    "nothing": (lambda path: None, "cannot be opened"),
+    "text": (lambda path: path.write_text("x,y\n1,2\n" * 1000), "cannot be opened"),
+    "empty": (lambda path: path.write_bytes(b""), "cannot be opened"),
+    "folder": (lambda path: path.mkdir(), "cannot be opened"),
+    "dangling": (lambda path: path.symlink_to("nowhere.h5"), "cannot be opened"),
+    "signature only": (
+        lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n"),
+        "cannot be opened",
+    ),
+    "group": (
+        lambda path: write(path, **{"x": numbered(4), "y/z": 1}),
+        "no dataset 'y'",
+    ),
+    "other datasets": (
+        lambda path: write(path, x=numbered(4), z=numbered(4)),
+        "no dataset 'y'; there are: x, z",
+    ),
+    "broken soft link": (two(h5py.SoftLink("/nowhere")), "no dataset 'y'"),
+    "broken external link": (
+        two(h5py.ExternalLink("nowhere.h5", "y")),
+        "no dataset 'y'",
+    ),
+    "named type": (two(np.dtype("f4")), "no dataset 'y'"),
+    "scalar": (two(3.5), "'y' is a scalar"),
+    "no dataspace": (two(h5py.Empty("f4")), "'y' is a scalar"),
+    "unequal rows": (two(np.arange(5)), "unequal rows: 'x' has 4, 'y' has 5"),
+    "overlapping members": (
+        overlapping_members,
+        "'y' has a type .* member 'number' overlaps",
+    ),
+    # Known from two files
+    "other dtype": (two(np.arange(4.0)), "'y' are float64"),
+    "other row shape": (two(np.zeros((4, 1), int)), r"'y' are int64 \(1,\)"),
+    "other fields": (two(np.zeros(4, "i4,f4")), r"'y' are .*f0"),
+    "other members": (
+        two(np.zeros(4, h5py.enum_dtype({"cat": 0, "dog": 1}, "i8"))),
+        r"'y' are int64{'cat': 0, 'dog': 1}",
+    ),
 }
-# Known from two files
-UNLIKE = {other_dtype, other_row_shape, other_fields, other_members}
 
 
-@pytest.mark.parametrize("damage", UNUSABLE, ids=lambda f: f.__name__)
-def test_a_file_that_cannot_be_used(strategy, comm, tmp_path, damage):
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_a_file_that_cannot_be_used(strategy, comm, tmp_path, kind):
     """Each rank has files of its own; a second rank looks into the second file."""
     write(tmp_path / "a.h5", x=numbered(4), y=np.arange(4))
-    damage(tmp_path / "b.h5")
+    make, message = UNUSABLE[kind]
+    make(tmp_path / "b.h5")
     dataset = Dataset.from_hdf5([tmp_path / "a.h5", tmp_path / "b.h5"], ["x", "y"])
     for _ in range(2):
         error = failure_of(strategy, comm, lambda: divide(strategy, dataset, 4))
-        assert re.search(f"b.h5: .*{UNUSABLE[damage]}", str(error))
+        assert re.search(f"b.h5: .*{message}", str(error))
         assert len(set(comm.allgather(str(error)))) == 1
-        if damage not in UNLIKE:
+        if not kind.startswith("other") or kind == "other datasets":
             require_origin(error, comm, 1)
             assert f"on rank {1 % comm.size}" in str(error)
-
-
-@pytest.mark.parametrize("damage", UNUSABLE, ids=lambda f: f.__name__)
-def test_a_copy_of_a_file_that_cannot_be_used(strategy, comm, tmp_path, damage):
-    """Each rank has files of its own; the last one reads rows of a bad one."""
-    write(tmp_path / "a.h5", x=numbered(4), y=np.arange(4))
-    if comm.rank == comm.size - 1:
-        damage(tmp_path / "b.h5")
-    else:
-        write(tmp_path / "b.h5", x=numbered(4), y=np.arange(4))
-    dataset = Dataset.from_hdf5([tmp_path / "a.h5", tmp_path / "b.h5"], ["x", "y"])
-    error = failure_of(strategy, comm, lambda: list(divide(strategy, dataset, 8)))
-    assert "b.h5: " in str(error)
-    assert f"on rank {comm.size - 1}" in str(error) or damage in UNLIKE
 
 
 LABELS = [{"cat": 0, "dog": 1}, {"dog": 0, "cat": 1}]
@@ -275,6 +207,11 @@ def test_a_pattern_that_no_file_matches(strategy, comm, mpi_tmp_path):
 
     error = failure_of(strategy, comm, make)
     require_names(error, mpi_tmp_path / "*.h5")
+    with pytest.raises(ValueError, match="at least one file"):
+        Dataset.from_hdf5([], "x")
+    for names in ([], {}):
+        with pytest.raises(ValueError, match="dataset"):
+            len(Dataset.from_hdf5(mpi_tmp_path / "a.h5", names))
 
     def divide_own(context):
         if context.input_pipeline_id == comm.size - 1:
@@ -287,45 +224,6 @@ def test_a_pattern_that_no_file_matches(strategy, comm, mpi_tmp_path):
     error = failure_of(strategy, comm, distribute)
     require_names(error, mpi_tmp_path / "*.h5")
     require_origin(error, comm, comm.size - 1)
-
-
-def refuses_everything():
-    return os.name != "posix" or os.geteuid() == 0
-
-
-@pytest.mark.skipif(refuses_everything(), reason="root may read every file")
-def test_a_file_without_permission(strategy, comm, tmp_path):
-    write(tmp_path / "a.h5", x=numbered(4))
-    if comm.rank == comm.size - 1:
-        (tmp_path / "a.h5").chmod(0)
-    dataset = Dataset.from_hdf5(tmp_path / "a.h5", "x")
-    error = failure_of(strategy, comm, lambda: divide(strategy, dataset, 4))
-    assert re.search("a.h5: cannot be opened.*[Pp]ermission", str(error))
-    require_origin(error, comm, comm.size - 1)
-
-
-@pytest.mark.parametrize("libver", ["earliest", "latest"])
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe((8, WIDTH), ("gzip",))])
-def test_a_file_that_was_cut_before_it_is_opened(
-    strategy, comm, mpi_tmp_path, libver, recipe
-):
-    path = mpi_tmp_path / "a.h5"
-
-    def make():
-        with h5py.File(path, "w", libver=libver) as file:
-            recipe.write(file, numbered(64))
-
-    on_root(comm, make)
-    size = path.stat().st_size
-    for cut in sorted({0, 1, 7, 8, 9, 44, 95, 96, 97, 512, 800, size // 2, size - 1}):
-        on_root(comm, lambda cut=cut: (make(), os.truncate(path, cut)))
-        dataset = Dataset.from_hdf5(path, "x")
-        error = failure_of(strategy, comm, lambda dataset=dataset: list(dataset))
-        require_names(error, path)
-        error = failure_of(
-            strategy, comm, lambda dataset=dataset: divide(strategy, dataset, 4)
-        )
-        require_names(error, path)
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
@@ -370,19 +268,6 @@ def test_a_damaged_chunk_does_not_end_the_dataset(strategy, comm, mpi_tmp_path):
     assert not iterator.get_next_as_optional().has_value()
 
 
-def test_damage_is_met_by_whoever_reads_those_rows(strategy, comm, mpi_tmp_path):
-    data, path = numbered(6 * CHUNK_ROWS), mpi_tmp_path / "a.h5"
-    dataset = damaged(comm, path, "gzip: overwritten", data, 3)
-    divided = divide(strategy, dataset.shuffle(seed=1), 6)
-    error = failure_of(strategy, comm, lambda: list(divided))
-    require_names(error, path, "x", range(3 * CHUNK_ROWS, 4 * CHUNK_ROWS))
-    # What reads everything meets it everywhere, and each rank tells of its own
-    off = dataset.with_options(Options(auto_shard_policy=AutoShardPolicy.OFF))
-    error = failure_of(strategy, comm, lambda: list(divide(strategy, off, 9)))
-    require_names(error, path, "x", range(3 * CHUNK_ROWS, 4 * CHUNK_ROWS))
-    require_origin(error, comm, comm.rank)
-
-
 def test_damage_in_one_of_several_files_and_datasets(strategy, comm, mpi_tmp_path):
     """The rows are counted from the beginning of the file that is named."""
     data, paths = numbered(3 * CHUNK_ROWS), [mpi_tmp_path / f"{i}.h5" for i in range(3)]
@@ -400,31 +285,6 @@ def test_damage_in_one_of_several_files_and_datasets(strategy, comm, mpi_tmp_pat
     require_names(error, paths[1], "x", range(2 * CHUNK_ROWS, 3 * CHUNK_ROWS))
     assert "0.h5" not in str(error)
     assert "2.h5" not in str(error)
-
-
-@pytest.mark.parametrize("limits", [None, (None, WIDTH), (None, None)])
-def test_a_damaged_chunk_index(strategy, comm, mpi_tmp_path, limits):
-    """Of the newer kinds, which have checksums: rows that are given are right."""
-    path, data = mpi_tmp_path / "a.h5", numbered(40 * CHUNK_ROWS)
-
-    def make():
-        with h5py.File(path, "w", libver="latest") as file:
-            Recipe((CHUNK_ROWS, WIDTH), (), limits).write(file, data)
-        info = info_of(path, 30)
-        old, new = (struct.pack("<Q", info.byte_offset + i) for i in (0, 8))
-        content = path.read_bytes()
-        assert content.count(old) == 1
-        path.write_bytes(content.replace(old, new))
-
-    on_root(comm, make)
-
-    def iterate():
-        divided = divide(strategy, Dataset.from_hdf5(path, "x"), 20)
-        for step, batch in enumerate(divided):
-            require_same(local(strategy, batch), slice_of(data, strategy, step, 20))
-
-    error = failure_of(strategy, comm, iterate)
-    require_names(error, path)
 
 
 def undefined_fill(file):
@@ -560,14 +420,6 @@ def test_types_that_numpy_does_not_have(strategy, comm, mpi_tmp_path, kind):
     dataset = Dataset.from_hdf5(path, "x")
     error = failure_of(strategy, comm, lambda: list(divide(strategy, dataset, 8)))
     require_names(error, path, "x")
-
-
-def test_rows_on_both_sides_of_a_damaged_chunk(comm, mpi_tmp_path):
-    """What nobody asked for need not be read."""
-    data, path = numbered(3 * CHUNK_ROWS), mpi_tmp_path / "a.h5"
-    dataset = damaged(comm, path, "gzip: overwritten", data, 1)
-    rows = [*range(CHUNK_ROWS), *range(2 * CHUNK_ROWS, 3 * CHUNK_ROWS)]
-    require_same(rows_of(dataset, rows), data[rows])
 
 
 def test_more_files_than_may_be_open_at_once(tmp_path):

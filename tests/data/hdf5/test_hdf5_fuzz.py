@@ -1,7 +1,8 @@
 """HDF5 files with damaged metadata: the rows that HDF5 reads, or an error on all ranks.
 
 Bytes of superblocks, object headers, links, heaps and chunk indexes are changed at
-random; bytes of rows are not, which a file has no checksum of.
+random, or the file is cut; bytes of rows are not changed, which a file has no checksum
+of.
 """
 
 import h5py
@@ -77,7 +78,8 @@ def write_damaged(path, make, libver, random):
     damaged = bytearray(content)
     for place in places:
         damaged[place] = random.choice([0, 1, 0xFF, damaged[place] ^ 0x10])
-    path.write_bytes(damaged)
+    is_cut = random.random() < 0.2
+    path.write_bytes(damaged[: random.integers(len(content))] if is_cut else damaged)
 
 
 def read_by_h5py(path):
@@ -94,7 +96,7 @@ def read_by_h5py(path):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_damaged_metadata(strategy, comm, mpi_tmp_path, layout, libver):
     random = np.random.default_rng(0)  # rank 0 uses it
-    for trial in range(12):
+    for trial in range(15):
         path = mpi_tmp_path / f"{trial}.h5"
         on_root(comm, write_damaged, path, LAYOUTS[layout], libver, random)
         error = None

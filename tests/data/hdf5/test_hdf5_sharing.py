@@ -49,19 +49,6 @@ def test_a_file_that_this_process_still_writes(tmp_path, locking, layout):
             require_same(found, dataset[...])
 
 
-def test_a_file_can_be_read_by_others_at_the_same_time(tmp_path):
-    path = tmp_path / "a.h5"
-    with h5py.File(path, "w") as file:
-        Recipe((4, 2, 2), ("gzip",)).write(file, INTEGERS)
-        file["y"] = INTEGERS
-    with h5py.File(path, "r") as file:
-        for _ in range(2):
-            x, y = rows_of(Dataset.from_hdf5(path, ["x", "y"]), [3, 22])
-            require_same(x, INTEGERS[[3, 22]])
-            require_same(y, INTEGERS[[3, 22]])
-        require_same(file["x"][...], INTEGERS)
-
-
 @pytest.fixture
 def three_layouts(tmp_path):
     """A file with the same rows three times."""

@@ -132,59 +132,29 @@ def of_rows(file, name, length, source, rows=None):
     file.create_virtual_dataset(name, layout, fillvalue=-5)
 
 
-def virtual_dataset_without_its_source(folder):
-    with h5py.File(folder / "b.h5", "w") as file:
-        file["other"] = 1
-    with h5py.File(folder / "a.h5", "w") as file:
-        of_rows(file, "x", 6, "b.h5")
-    return "'d' of b.h5 does not exist"
+# What is wrong with the source of a virtual dataset, and what is said
+SOURCES = {
+    "'d' of b.h5 does not exist": lambda file: file.create_group("other"),
+    "'d' of b.h5 is no dataset": lambda file: file.create_group("d"),
+    "'d' of b.h5 has shape (5, 2), not (6, 2) at least": lambda file: (
+        file.create_dataset("d", data=np.arange(10).reshape(5, 2))
+    ),
+    "c.h5 does not exist": lambda file: of_rows(file, "d", 6, "c.h5"),
+    "b.h5 cannot be opened as HDF5": None,
+}
 
 
-def virtual_dataset_of_a_group(folder):
-    with h5py.File(folder / "b.h5", "w") as file:
-        file.create_group("d")
-    with h5py.File(folder / "a.h5", "w") as file:
-        of_rows(file, "x", 6, "b.h5")
-    return "'d' of b.h5 is no dataset"
-
-
-def virtual_dataset_of_a_source_that_became_short(folder):
-    with h5py.File(folder / "b.h5", "w") as file:
-        file["d"] = np.arange(10).reshape(5, 2)
-    with h5py.File(folder / "a.h5", "w") as file:
+@pytest.mark.parametrize("message", SOURCES)
+def test_rows_that_hdf5_would_give_as_fill_values(tmp_path, message):
+    if make := SOURCES[message]:
+        with h5py.File(tmp_path / "b.h5", "w") as file:
+            make(file)
+    else:
+        (tmp_path / "b.h5").write_text("text")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
         of_rows(file, "x", 6, "b.h5", slice(2, 6))
-    return "'d' of b.h5 has shape (5, 2), not (6, 2) at least"
-
-
-def virtual_dataset_of_a_text(folder):
-    (folder / "b.h5").write_text("text")
-    with h5py.File(folder / "a.h5", "w") as file:
-        of_rows(file, "x", 6, "b.h5")
-    return "b.h5 cannot be opened as HDF5"
-
-
-def virtual_dataset_of_a_virtual_one(folder):
-    with h5py.File(folder / "b.h5", "w") as file:
-        of_rows(file, "d", 6, "c.h5")
-    with h5py.File(folder / "a.h5", "w") as file:
-        of_rows(file, "x", 6, "b.h5")
-    return "c.h5 does not exist"
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        virtual_dataset_without_its_source,
-        virtual_dataset_of_a_group,
-        virtual_dataset_of_a_source_that_became_short,
-        virtual_dataset_of_a_text,
-        virtual_dataset_of_a_virtual_one,
-    ],
-)
-def test_rows_that_hdf5_would_give_as_fill_values(tmp_path, make):
-    missing = make(tmp_path)
     for _ in range(2):
-        with pytest.raises(DataError, match=re.escape(missing)) as error:
+        with pytest.raises(DataError, match=re.escape(message)) as error:
             len(Dataset.from_hdf5(tmp_path / "a.h5", "x"))
         assert str(tmp_path / "a.h5") in str(error.value)
 
