@@ -311,6 +311,25 @@ def test_a_critic_is_frozen_while_its_generator_learns(strategy, parts, finds_un
             assert_like_alone(model, single)
 
 
+@pytest.mark.parametrize("finds_unused", [True, False])
+def test_a_critic_accumulates_after_it_was_frozen(strategy, finds_unused):
+    """PyTorch's reducer still waits for the gradients of the frozen pass."""
+    model = wrap(network(), strategy, find_unused_parameters=finds_unused)
+    alone = network()
+    (x, _), (mine, _) = rows_of(strategy, 7)
+    model.requires_grad_(False)
+    model(mine.clone().requires_grad_()).square().mean().backward()
+    model.requires_grad_(True)
+    with model.no_sync():
+        model(mine).square().mean().backward()
+    if strategy.num_replicas_in_sync > 1:
+        assert not everyone_equal(strategy, [model.module[0].weight.grad])
+    model(mine).exp().mean().backward()
+    alone(x).square().mean().backward()
+    alone(x).exp().mean().backward()
+    assert_like_alone(model, alone)
+
+
 def test_a_model_of_a_temporary_object(strategy):
     module, alone = network(), network()
     everything, mine = rows_of(strategy, 8)
