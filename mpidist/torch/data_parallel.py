@@ -296,6 +296,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             compat.prepare_backward(self, passing.outputs)
             self._passes.expects = True
         self._passes.task = task
+        compat.reduce_static_graph(self)
         compat.queue_callback(self._end_pass)
         if self._weight is not None:
             return self._weight

@@ -106,7 +106,12 @@ def is_same(got, want, is_mean=False):
 
 def bytes_of(tensor):
     # One element may have any stride, with which it is no row of bytes
-    return tensor.clone().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return (
+        tensor.clone()
+        .contiguous()
+        .as_strided((tensor.numel(),), (1,))
+        .view(torch.uint8)
+    )
 
 
 # How a tensor lies in memory, on each rank another way
@@ -343,7 +348,9 @@ def poll(work, outputs):
 
 def call_back(work, outputs):
     future = work.get_future()
-    return future.then(lambda f: copies(outputs) if f.value() is not None else []).wait()
+    return future.then(
+        lambda f: copies(outputs) if f.value() is not None else []
+    ).wait()
 
 
 def copies(tensors):

@@ -1,6 +1,7 @@
 """What users do with DistributedDataParallel, beside one process with all rows."""
 
 import copy
+import dataclasses
 import itertools
 import warnings
 
@@ -141,7 +142,10 @@ def test_a_gradient_that_a_function_leaves_out(strategy):
     assert_same_gradients(*both(strategy, step, Layer(6, 3)))
 
 
-@pytest.mark.parametrize("kind", ["unused", "checkpointed"])
+Record = dataclasses.make_dataclass("Record", ["output"])
+
+
+@pytest.mark.parametrize("kind", ["unused", "checkpointed", "record"])
 def test_a_static_graph(strategy, kind):
     class Layers(nn.Module):
         def __init__(self):
@@ -154,6 +158,8 @@ def test_a_static_graph(strategy, kind):
             x = self.first(x)
             if kind == "unused":
                 return self.last(x)[:, :3]
+            if kind == "record":  # in which PyTorch finds no tensors
+                return Record(self.last(x)[:, :3])
             calls = (
                 torch.utils.checkpoint.checkpoint(self.last, x, use_reentrant=True)
                 for _ in range(2)
@@ -161,13 +167,15 @@ def test_a_static_graph(strategy, kind):
             return sum(calls)[:, :3]
 
     def step(model, x, y):
-        for _ in range(3):
+        for _ in range(steps):
             model.zero_grad()
-            F.cross_entropy(model(x), y).backward()
+            output = model(x)
+            F.cross_entropy(getattr(output, "output", output), y).backward()
         return model
 
-    found = both(strategy, step, Layers(), static_graph=True)
-    assert_same_gradients(*found)
+    for steps in (1, 3):
+        found = both(strategy, step, Layers(), static_graph=True)
+        assert_same_gradients(*found)
 
 
 def test_hooks_that_change_gradients_of_this_rank(strategy):
