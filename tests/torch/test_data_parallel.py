@@ -131,25 +131,6 @@ def test_a_state_dict_has_the_names_of_torch_and_comes_back(strategy):
     assert everyone_equal(strategy, model.parameters())
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_passes_without_sync_add_up(strategy, set_to_none):
-    model, alone = wrap(network(), strategy), network()
-    for step in range(2):
-        for m in (model, alone):
-            m.zero_grad(set_to_none=set_to_none)
-        parts = [rows_of(strategy, 8, seed=10 * step + k) for k in range(3)]
-        with model.no_sync():
-            for _, mine in parts[:2]:
-                loss_of(model, *mine).backward()
-        own = [p.grad.clone() for p in model.parameters()]
-        if strategy.num_replicas_in_sync > 1:
-            assert not everyone_equal(strategy, own)
-        loss_of(model, *parts[2][1]).backward()
-        for everything, _ in parts:
-            loss_of(alone, *everything).backward()
-        assert_like_alone(model, alone)
-
-
 def test_the_block_around_forward_counts_for_no_sync(strategy):
     model = wrap(network(), strategy)
     _, mine = rows_of(strategy, 8)
@@ -250,31 +231,6 @@ def test_a_cast_after_wrapping_is_an_error(strategy, cast, finds_unused, is_sync
         contextlib.nullcontext() if is_synced else model.no_sync(),
     ):
         loss_of(model, x, y).backward()
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("finds_unused", [True, False])
-def test_a_critic_is_frozen_while_its_generator_learns(strategy, parts, finds_unused):
-    """Whole, or a part of it where unused parameters are found."""
-    if parts == 2 and not finds_unused:
-        return
-    arguments = {"find_unused_parameters": finds_unused}
-    models = [network(seed=1).append(nn.Linear(3, 6)), network()]
-    alone = copy.deepcopy(models)
-    models = [wrap(m, strategy, **arguments) for m in models]
-    for step in range(3):
-        (x, _), (mine, _) = rows_of(strategy, 7, seed=step)
-        for (generator, critic), rows in ((models, mine), (alone, x)):
-            inner = getattr(critic, "module", critic)
-            part = inner if parts == 1 else inner[0]
-            for m in (generator, critic):
-                m.zero_grad()
-            part.requires_grad_(False)
-            critic(generator(rows)).square().mean().backward()
-            part.requires_grad_(True)
-            critic(generator(rows).detach()).exp().mean().backward()
-        for model, single in zip(models, alone):
-            assert_like_alone(model, single)
 
 
 @pytest.mark.parametrize("finds_unused", [True, False])

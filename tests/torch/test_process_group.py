@@ -97,13 +97,6 @@ def test_outputs_whose_elements_share_memory_are_an_error(rank, ranks):
         assert all(torch.equal(place, shared) for place in places)
 
 
-def test_an_exchange_into_a_tensor_that_is_not_contiguous(rank, ranks):
-    mine, found = numbers(rank, ranks), torch.zeros(ranks, 2)
-    dist.all_to_all_single(found[:, 1], mine)
-    assert torch.equal(found[:, 1], everyone(ranks, ranks)[:, rank])
-    assert not found[:, 0].any()
-
-
 def test_messages(rank, ranks):
     following, previous = (rank + 1) % ranks, (rank - 1) % ranks
     received = torch.empty(3, 2, dtype=torch.bfloat16)
@@ -173,30 +166,6 @@ def test_a_matrix_of_ranks_has_groups_of_rows_and_columns(rank, ranks):
         dist.split_group(split_ranks=[[r] for r in range(ranks)])
 
 
-def test_threads_use_groups_of_their_own_at_the_same_time(rank, ranks):
-    groups = [dist.new_group(list(range(ranks))) for _ in range(3)]
-    totals = {}
-
-    def work(number):
-        for turn in range(20):
-            mine = torch.full((7,), float(number + turn))
-            dist.all_reduce(mine, group=groups[number])
-            totals[number, turn] = mine[0].item()
-
-    # Started in another order on each rank
-    numbers_ = [0, 1, 2] if rank == 0 else [2, 0, 1]
-    threads = [threading.Thread(target=work, args=[n]) for n in numbers_]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert totals == {
-        (n, turn): ranks * (n + turn) for n in range(3) for turn in range(20)
-    }
-    for group in groups:
-        dist.destroy_process_group(group)
-
-
 def test_another_thread_may_call(rank, ranks):
     mine = torch.ones(1)
     for _ in range(3):
@@ -225,18 +194,6 @@ def test_a_message_that_does_not_come_is_an_error_at_the_timeout(rank, ranks, co
     comm.Barrier()
     dist.send(torch.ones(3), (rank - 1) % ranks, tag=5)  # no later call is to get it
     dist.barrier()
-
-
-def test_operations_run_in_the_order_of_their_calls(rank, ranks):
-    total = torch.ones(50_000)
-    works = [dist.all_reduce(total, async_op=True) for _ in range(4)]
-    small = torch.ones(1)
-    dist.all_reduce(small)  # behind them
-    assert works[0].is_completed()
-    futures = [work.get_future().wait() for work in works]
-    assert futures[-1][0] is total
-    assert total[0] == ranks**4
-    assert all(work.wait() and work.is_completed() for work in works)
 
 
 def calls_that_differ(rank):
