@@ -393,7 +393,7 @@ STYLES = {f.__name__: f for f in (*ONE_BY_ONE, overlapping, waiting, together)}
 
 
 def cast(net):
-    net.float().double()
+    net.first.float().double()
 
 
 def replace(net):
