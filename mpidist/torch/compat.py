@@ -100,6 +100,16 @@ def prepare_backward(model: Any, outputs: list[Any]) -> None:
     model.reducer.prepare_for_backward(outputs)
 
 
+def reduce_static_graph(model: Any) -> None:
+    """Let PyTorch reduce at the end of the first backward pass of a static graph.
+
+    It does that itself for outputs in which it finds tensors: not in dataclasses.
+    """
+    if model.static_graph and not model._static_graph_delay_allreduce_enqueued:
+        model._static_graph_delay_allreduce_enqueued = True
+        queue_callback(model.reducer._delay_all_reduce)
+
+
 def is_mean_of_present(model: Any) -> bool:
     """Return whether PyTorch averages over the ranks that have not ended, in `Join`."""
     return bool(model._join_config.enable and not model._divide_by_initial_world_size)

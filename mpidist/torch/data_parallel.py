@@ -188,6 +188,17 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._require_unchanged()
         if compat.are_transforms_active():  # of this rank's outputs
             return super().forward(*inputs, **kwargs)
+        if self._passes.structure.trained:
+            return self._forward(inputs, kwargs)
+        # PyTorch would wait for gradients that do not come, and take others for them
+        is_synced = self.require_backward_grad_sync
+        with self.no_sync():
+            output = self._forward(inputs, kwargs)
+        self.require_forward_param_sync = is_synced
+        return output
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def _forward(self, inputs: Any, kwargs: Any) -> Any:
         tensors = list(weights.tensors_in((inputs, kwargs)))
         passing = self._new_pass(tensors, inputs, kwargs)
         self._require_known("has an input", (inputs, kwargs))
@@ -284,6 +295,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             compat.prepare_backward(self, passing.outputs)
             self._passes.expects = True
         self._passes.task = task
+        compat.reduce_static_graph(self)
         compat.queue_callback(self._end_pass)
         if self._weight is not None:
             return self._weight

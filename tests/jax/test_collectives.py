@@ -34,19 +34,6 @@ def parts(comm, *shape):
     return [random.normal(size=shape).astype("float32") for _ in range(comm.size)]
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, mj.jit, jax.jit])
-@pytest.mark.parametrize("op", ["SUM", "MEAN", "MIN", "MAX", "PRODUCT"])
-def test_all_reduce(comm, reduce, wrap, op):
-    mine = parts(comm, 3, 2)[comm.rank]
-    got = wrap(lambda x: reduce(op, x))({"a": mine, "b": [mine[0, 0]]})
-    combine = {"SUM": np.sum, "MEAN": np.mean, "PRODUCT": np.prod}
-    combine |= {"MIN": np.min, "MAX": np.max}
-    expected = combine[op](parts(comm, 3, 2), axis=0)
-    assert isinstance(got["a"], jax.Array)
-    np.testing.assert_allclose(got["a"], expected, rtol=1e-5)
-    np.testing.assert_allclose(got["b"][0], expected[0, 0], rtol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", "complex64"])
 def test_dtypes_are_kept_and_means_of_integers_are_floats(
     comm, reduce, dtype, enable_x64
@@ -87,57 +74,6 @@ def test_the_order_is_that_of_the_program(comm, strategy, reduce):
     assert [a.size for a in got] == [1 + i % 3 for i in range(12)]
     # Calls outside of jit come where the program has them
     assert float(strategy.reduce("SUM", jnp.ones(()))) == comm.size
-
-
-def network(weights, rows, exchange):
-    """Return a loss in which replicas use what others have."""
-    hidden = jnp.tanh(rows @ weights)
-    mean = exchange(hidden)
-    return ((hidden - mean) ** 2).sum() + (mean * weights[0]).sum()
-
-
-def of_all(comm, combine):
-    """Return the gradient of the sum of all replicas' losses by each one's weights."""
-    rows, weights = parts(comm, 4, 3), parts(comm, 3, 3)
-
-    def total(weights):
-        hidden = [jnp.tanh(x @ w) for x, w in zip(rows, weights)]
-        found = combine(hidden)
-        return sum(
-            network(w, x, lambda _, f=f: f) for w, x, f in zip(weights, rows, found)
-        )
-
-    return jax.grad(total)(weights)[comm.rank]
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, mj.jit])
-@pytest.mark.parametrize("name", ["SUM", "MEAN", "all_gather", "broadcast"])
-def test_what_is_differentiated_is_the_sum_of_all_replicas_losses(
-    comm, strategy, reduce, wrap, name
-):
-    exchange, combine = {
-        "SUM": (lambda h: reduce("SUM", h), lambda hs: [sum(hs)] * comm.size),
-        "MEAN": (lambda h: reduce("MEAN", h), lambda hs: [sum(hs) / len(hs)] * len(hs)),
-        "all_gather": (
-            lambda h: mj.all_gather(h, 0, strategy=strategy)[::2].mean(axis=0),
-            lambda hs: [jnp.concatenate(hs)[::2].mean(axis=0)] * len(hs),
-        ),
-        "broadcast": (
-            lambda h: mj.broadcast(h, comm.size - 1, strategy=strategy),
-            lambda hs: [hs[-1]] * len(hs),
-        ),
-    }[name]
-    rows, weights = parts(comm, 4, 3)[comm.rank], parts(comm, 3, 3)[comm.rank]
-    got = wrap(jax.grad(lambda w: network(w, rows, exchange)))(weights)
-    np.testing.assert_allclose(got, of_all(comm, combine), rtol=2e-4, atol=1e-5)
-
-
-def test_forward_derivatives(comm, reduce):
-    mine = parts(comm, 3)
-    _, tangent = jax.jvp(
-        mj.jit(lambda x: reduce("SUM", x * x)), (mine[comm.rank],), (mine[comm.rank],)
-    )
-    np.testing.assert_allclose(tangent, sum(2 * x * x for x in mine), rtol=1e-5)
 
 
 def test_vmap_reduces_the_batch_dimension_with_the_others(comm, strategy, reduce):

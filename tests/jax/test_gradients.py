@@ -85,16 +85,6 @@ def test_it_is_said_once_how_losses_are_combined(comm, strategy, caplog):
         mj.grad(loss_of, reduction="total")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_16_bits(comm, strategy, dtype):
-    rows = share(comm)
-    step = mj.jit(mj.value_and_grad(loss_of, strategy=strategy))
-    x, y = X.astype(dtype), Y.astype(dtype)
-    expected = jax.value_and_grad(loss_of)(weights(dtype), x, y)
-    got = step(weights(dtype), x[rows], y[rows])
-    require_close(got, expected, 0.03 if dtype == "bfloat16" else 0.005)
-
-
 def test_float16_does_not_overflow_where_the_mean_does_not(comm, strategy):
     count = 50_000  # rows
     step = mj.value_and_grad(lambda w, x: jnp.mean(w * x), strategy=strategy)
@@ -205,55 +195,6 @@ def test_donation(comm, strategy):
         given, a, b = a, donating(a, X[rows], Y[rows]), plain(b, X[rows], Y[rows])
         assert given["w"].is_deleted()
     require_close(a, b, 0)
-
-
-def test_aux_and_argnums(comm, strategy):
-    rows = share(comm)
-
-    def fun(x, w, b, y):
-        error = x @ w + b - y
-        return jnp.mean(error**2), {"rows": len(y), "most": error.max()}
-
-    step = mj.value_and_grad(
-        fun, (1, 2), True, batch_argnums=(0, -1), strategy=strategy
-    )
-    (value, aux), gradients = step(X[rows], jnp.ones(3), jnp.zeros(()), Y[rows])
-    expected = jax.value_and_grad(fun, (1, 2), True)(X, jnp.ones(3), jnp.zeros(()), Y)
-    require_close((value, gradients), (expected[0][0], expected[1]))
-    assert aux["rows"] == len(Y[rows])
-    gradients, aux = mj.grad(fun, -2, True, batch_argnums=(0, 3), strategy=strategy)(
-        X[rows], jnp.ones(3), jnp.zeros(()), Y[rows]
-    )
-    require_close(gradients, expected[1][1])
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, mj.jit])
-def test_normalization_over_all_replicas_in_the_loss(comm, strategy, wrap):
-    """Replicas' gradients have parts of others' losses; each counts with its rows."""
-    rows = share(comm)
-
-    def loss(weights, x, y, sums=lambda a: a):
-        hidden = x * weights["w"]
-        total, squares, count = sums((hidden.sum(0), (hidden**2).sum(0), 1.0 * len(y)))
-        mean = total / count
-        scaled = (hidden - mean) / jnp.sqrt(squares / count - mean**2 + 0.1)
-        return jnp.mean((jnp.tanh(scaled).sum(1) + weights["b"] - y) ** 2)
-
-    def of_part(weights, x, y):
-        sums = lambda a: mj.all_reduce("SUM", a, strategy=strategy)  # noqa: E731
-        return loss(weights, x, y, sums)
-
-    step = wrap(mj.value_and_grad(of_part, strategy=strategy))
-    expected = jax.value_and_grad(loss)(weights(), X, Y)
-    require_close(step(weights(), X[rows], Y[rows]), expected, 1e-4)
-
-
-def test_replicas_may_count_the_same(comm, strategy):
-    step = mj.value_and_grad(lambda w: w**2, batch_argnums=(), strategy=strategy)
-    value, gradient = step(float(comm.rank))
-    ranks = np.arange(comm.size)
-    assert float(value) == pytest.approx((ranks**2).mean())
-    assert float(gradient) == pytest.approx((2 * ranks).mean())
 
 
 @pytest.mark.mpi(min_size=2)

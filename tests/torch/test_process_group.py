@@ -7,7 +7,6 @@ import inspect
 import threading
 import traceback
 
-import numpy as np
 import pytest
 
 import mpidist
@@ -50,105 +49,6 @@ def numbers(rank, size, dtype=torch.float32):
 
 def everyone(ranks, size, dtype=torch.float32):
     return torch.stack([numbers(rank, size, dtype) for rank in range(ranks)])
-
-
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
-    torch.complex64,
-]
-# None, one; with the comparison; in place; in several blocks
-SIZES = [0, 1, 5, 40_000, 1_000_003]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", ["SUM", "AVG", "MIN", "MAX", "PRODUCT"])
-def test_all_reduce(rank, ranks, dtype, op):
-    if dtype.is_complex and op not in ("SUM", "AVG"):
-        with pytest.raises((mpidist.DTypeError, ValueError)):
-            dist.all_reduce(numbers(rank, 5, dtype), getattr(dist.ReduceOp, op))
-        return
-    for size in SIZES if op in ("SUM", "AVG") and dtype.itemsize == 4 else SIZES[:3]:
-        mine, parts = numbers(rank, size, dtype), everyone(ranks, size, dtype)
-        if op == "PRODUCT":  # that fits
-            mine, parts = mine % 2 + 1, parts % 2 + 1
-        wide = parts if dtype.is_complex else parts.to(torch.float64)
-        if op == "AVG":
-            expected = wide.sum(0) / ranks  # of integers towards zero, as by NCCL
-        else:
-            by_torch = {"SUM": "sum", "MIN": "amin", "MAX": "amax", "PRODUCT": "prod"}
-            expected = getattr(wide, by_torch[op])(0)
-        dist.all_reduce(mine, getattr(dist.ReduceOp, op))
-        torch.testing.assert_close(mine, expected.to(dtype), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("op", "by_numpy"),
-    [("BAND", np.bitwise_and), ("BOR", np.bitwise_or), ("BXOR", np.bitwise_xor)],
-)
-def test_bitwise_reductions(rank, ranks, op, by_numpy):
-    mine = numbers(rank, 1000, torch.int32)
-    dist.all_reduce(mine, getattr(dist.ReduceOp, op))
-    assert (mine.numpy() == by_numpy.reduce(everyone(ranks, 1000).int().numpy())).all()
-    own = torch.empty(5, dtype=torch.int32)
-    whole = numbers(rank, 5 * ranks, torch.int32)
-    dist.reduce_scatter_tensor(own, whole, getattr(dist.ReduceOp, op))
-    expected = by_numpy.reduce(everyone(ranks, 5 * ranks).int().numpy())
-    assert own.tolist() == expected[5 * rank : 5 * rank + 5].tolist()
-    with pytest.raises(mpidist.DTypeError, match="float32 cannot be reduced by"):
-        dist.all_reduce(torch.ones(3), getattr(dist.ReduceOp, op))
-
-
-def test_booleans_are_reduced_as_logic(rank, ranks):
-    some, every = torch.tensor([rank == 0, False]), torch.tensor([rank == 0, True])
-    dist.all_reduce(some)
-    dist.all_reduce(every, dist.ReduceOp.MIN)
-    assert some.tolist() == [True, False]
-    assert every.tolist() == [ranks == 1, True]
-    for op, expected in (("BAND", ranks == 1), ("BOR", True), ("BXOR", True)):
-        mine = torch.tensor([rank == 0])
-        dist.all_reduce(mine, getattr(dist.ReduceOp, op))
-        assert mine.tolist() == [expected]
-
-
-def test_integers_that_do_not_fit_are_an_error_on_all_ranks(rank, ranks):
-    for dtype in (torch.int8, torch.uint8, torch.int64):
-        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) if ranks > 1 else ():
-            with pytest.raises(mpidist.ArgumentError, match="does not fit"):
-                dist.all_reduce(
-                    torch.full((3,), torch.iinfo(dtype).max, dtype=dtype), op
-                )
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8], ids=str)
-def test_averages_of_integers_are_rounded_towards_zero(rank, ranks, dtype):
-    signs = torch.tensor([1, 1 if dtype is torch.uint8 else -1])
-    mine = ((rank + 1) * signs).to(dtype)
-    expected = (signs * (ranks * (ranks + 1) // 2 // ranks)).to(dtype)
-    part = torch.empty(2, dtype=dtype)
-    dist.reduce_scatter_tensor(part, mine.repeat(ranks), dist.ReduceOp.AVG)
-    assert torch.equal(part, expected)
-    dist.all_reduce(mine, dist.ReduceOp.AVG)
-    assert torch.equal(mine, expected)
-    with pytest.raises(mpidist.DTypeError, match="bool cannot"):
-        dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG)
-
-
-def test_numbers_are_multiplied_before_they_are_summed(rank, ranks):
-    op = dist._make_nccl_premul_sum(0.5)
-    for size in (5, 100_000):
-        mine = numbers(rank, size)
-        dist.all_reduce(mine, op)
-        assert torch.equal(mine, everyone(ranks, size).sum(0) / 2)
-    part = torch.empty(2)
-    dist.reduce_scatter_tensor(part, torch.ones(2 * ranks), op)
-    assert (part == ranks / 2).all()
 
 
 def views(rank):
@@ -197,90 +97,6 @@ def test_outputs_whose_elements_share_memory_are_an_error(rank, ranks):
         assert all(torch.equal(place, shared) for place in places)
 
 
-def test_an_exchange_into_a_tensor_that_is_not_contiguous(rank, ranks):
-    mine, found = numbers(rank, ranks), torch.zeros(ranks, 2)
-    dist.all_to_all_single(found[:, 1], mine)
-    assert torch.equal(found[:, 1], everyone(ranks, ranks)[:, rank])
-    assert not found[:, 0].any()
-
-
-def test_reduce_writes_on_the_root_only(rank, ranks):
-    for size in (5, 100_000):
-        mine = numbers(rank, size)
-        dist.reduce(mine, ranks - 1)
-        expected = everyone(ranks, size)
-        assert torch.equal(
-            mine, expected.sum(0) if rank == ranks - 1 else expected[rank]
-        )
-
-
-MOVED = [*DTYPES, torch.bool, torch.float8_e4m3fn]
-
-
-@pytest.mark.parametrize("dtype", MOVED, ids=str)
-def test_what_only_moves_takes_every_dtype(rank, ranks, dtype):
-    def part(r, size=6):
-        return numbers(r, size).to(dtype)
-
-    def same(found, expected):
-        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
-
-    mine = part(rank)
-    dist.broadcast(mine, ranks - 1)
-    same(mine, part(ranks - 1))
-    # Lengths may differ between ranks in a list
-    places = [torch.empty(r + 1, dtype=dtype) for r in range(ranks)]
-    dist.all_gather(places, part(rank, rank + 1))
-    for r, found in enumerate(places):
-        same(found, part(r, r + 1))
-    whole = torch.empty(6 * ranks, dtype=dtype)
-    dist.all_gather_into_tensor(whole, part(rank))
-    same(whole, torch.cat([part(r) for r in range(ranks)]))
-    places = [torch.empty(6, dtype=dtype) for _ in range(ranks)]
-    dist.gather(part(rank), places if rank == 0 else None)
-    for r, found in enumerate(places if rank == 0 else []):
-        same(found, part(r))
-    own = torch.empty(6, dtype=dtype)
-    dist.scatter(own, [part(r) for r in range(ranks)] if rank == 0 else None)
-    same(own, part(rank))
-    places = [torch.empty(r + 1, dtype=dtype) for r in range(ranks)]
-    dist.all_to_all(places, [part(rank, rank + 1)] * ranks)
-    for r, found in enumerate(places):
-        same(found, part(r, r + 1))
-
-
-def test_all_to_all_single(rank, ranks):
-    mine = torch.arange(3 * ranks * 2.0).reshape(3 * ranks, 2) + 100 * rank
-    found = torch.empty_like(mine)
-    dist.all_to_all_single(found, mine)
-    parts = [
-        (mine - 100 * rank + 100 * r)[3 * rank : 3 * rank + 3] for r in range(ranks)
-    ]
-    assert torch.equal(found, torch.cat(parts))
-    # Rank r sends r rows to each
-    found = torch.empty(sum(range(ranks)), 2)
-    mine = torch.full((rank * ranks, 2), float(rank))
-    dist.all_to_all_single(found, mine, list(range(ranks)), [rank] * ranks)
-    expected = np.repeat(np.arange(ranks), np.arange(ranks))
-    assert found[:, 0].tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
-@pytest.mark.parametrize("size", [3, 100_000])
-def test_reduce_scatter(rank, ranks, dtype, size):
-    whole = everyone(ranks, ranks * size, dtype).sum(0)
-    own = torch.empty(size, dtype=dtype)
-    dist.reduce_scatter_tensor(own, numbers(rank, ranks * size, dtype))
-    assert torch.equal(own, whole[rank * size : (rank + 1) * size])
-    # Lengths may differ between ranks in a list
-    lengths = [size + r for r in range(ranks)]
-    parts = list(numbers(rank, sum(lengths), dtype).split(lengths))
-    own = torch.empty(lengths[rank], dtype=dtype)
-    dist.reduce_scatter(own, parts)
-    total = everyone(ranks, sum(lengths), dtype).sum(0)
-    assert torch.equal(own, total.split(lengths)[rank])
-
-
 def test_messages(rank, ranks):
     following, previous = (rank + 1) % ranks, (rank - 1) % ranks
     received = torch.empty(3, 2, dtype=torch.bfloat16)
@@ -305,21 +121,6 @@ def test_messages(rank, ranks):
         else:
             with pytest.raises(mpidist.MismatchError, match=r"sent 8 bytes .* has 12"):
                 dist.recv(torch.empty(3), 0)
-
-
-def test_objects_and_coalesced_operations(rank, ranks):
-    found = [None] * ranks
-    dist.all_gather_object(found, {"rank": rank, "text": "x" * rank})
-    assert found == [{"rank": r, "text": "x" * r} for r in range(ranks)]
-    one = [rank]
-    dist.broadcast_object_list(one, 0)
-    assert one == [0]
-    first, second = torch.ones(2), torch.full((3,), float(rank))
-    with dist._coalescing_manager():
-        dist.all_reduce(first)
-        dist.all_reduce(second)
-    assert first[0] == ranks
-    assert second[0] == sum(range(ranks))
 
 
 def test_tensors_are_gathered_and_scattered_together(rank, ranks):
@@ -365,30 +166,6 @@ def test_a_matrix_of_ranks_has_groups_of_rows_and_columns(rank, ranks):
         dist.split_group(split_ranks=[[r] for r in range(ranks)])
 
 
-def test_threads_use_groups_of_their_own_at_the_same_time(rank, ranks):
-    groups = [dist.new_group(list(range(ranks))) for _ in range(3)]
-    totals = {}
-
-    def work(number):
-        for turn in range(20):
-            mine = torch.full((7,), float(number + turn))
-            dist.all_reduce(mine, group=groups[number])
-            totals[number, turn] = mine[0].item()
-
-    # Started in another order on each rank
-    numbers_ = [0, 1, 2] if rank == 0 else [2, 0, 1]
-    threads = [threading.Thread(target=work, args=[n]) for n in numbers_]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert totals == {
-        (n, turn): ranks * (n + turn) for n in range(3) for turn in range(20)
-    }
-    for group in groups:
-        dist.destroy_process_group(group)
-
-
 def test_another_thread_may_call(rank, ranks):
     mine = torch.ones(1)
     for _ in range(3):
@@ -417,30 +194,6 @@ def test_a_message_that_does_not_come_is_an_error_at_the_timeout(rank, ranks, co
     comm.Barrier()
     dist.send(torch.ones(3), (rank - 1) % ranks, tag=5)  # no later call is to get it
     dist.barrier()
-
-
-def test_operations_run_in_the_order_of_their_calls(rank, ranks):
-    total = torch.ones(50_000)
-    works = [dist.all_reduce(total, async_op=True) for _ in range(4)]
-    small = torch.ones(1)
-    dist.all_reduce(small)  # behind them
-    assert works[0].is_completed()
-    futures = [work.get_future().wait() for work in works]
-    assert futures[-1][0] is total
-    assert total[0] == ranks**4
-    assert all(work.wait() and work.is_completed() for work in works)
-
-
-def test_groups_of_some_ranks(rank, ranks):
-    alone = [dist.new_group([r]) for r in range(ranks)][rank]
-    mine = torch.ones(1)
-    dist.all_reduce(mine, group=alone)
-    assert mine == 1
-    last = dist.new_group(list(range(ranks))[-2:])
-    if rank >= ranks - 2:
-        dist.all_reduce(mine, group=last)
-        assert mine == min(ranks, 2)
-        dist.destroy_process_group(last)
 
 
 def calls_that_differ(rank):
@@ -574,24 +327,6 @@ def _sparse_on_rank_0(state, bucket):
     )
 
 
-def test_a_callback_of_a_future_may_communicate(rank, ranks):
-    """It runs in the thread of the group, or in the one that adds it."""
-    found = []
-
-    def double(future):
-        total = future.wait()[0].clone()
-        dist.all_reduce(total)
-        found.append(total)
-        return total
-
-    for _ in range(3):
-        mine = torch.full((100_000,), float(rank + 1))
-        work = dist.all_reduce(mine, async_op=True)
-        work.get_future().then(double).wait()
-    expected = float(ranks * sum(range(1, ranks + 1)))
-    assert [total.unique().tolist() for total in found] == [[expected]] * 3
-
-
 @pytest.mark.parametrize("how", ["work", "future", "then", "all", "another group"])
 def test_a_callback_may_wait_for_a_later_operation(world, rank, ranks, how):
     """Which its own thread runs then; behind what the callback has issued itself."""
@@ -618,25 +353,6 @@ def test_a_callback_may_wait_for_a_later_operation(world, rank, ranks, how):
     total = float(ranks * sum(range(1, ranks + 1)) + 2 * ranks)
     assert done.wait().unique().tolist() == [total]
     dist.destroy_process_group(group)
-
-
-def test_futures_of_messages(rank, ranks):
-    to, source = (rank + 1) % ranks, (rank - 1) % ranks
-    sent = [dist.isend(torch.full((4,), rank + k), to, tag=k) for k in range(4)]
-    received = [torch.zeros(4, dtype=torch.int64) for _ in range(4)]
-    futures = [
-        dist.irecv(tensor, source, tag=k).get_future()
-        for k, tensor in enumerate(received)
-    ]
-    doubled = futures[0].then(lambda f: f.value()[0] * 2)
-    torch.futures.wait_all(futures[:2])
-    assert torch.equal(futures[2].wait()[0], received[2])
-    while not futures[3].done():
-        pass
-    assert [t[0].item() for t in received] == [source + k for k in range(4)]
-    assert doubled.wait().tolist() == [2 * source] * 4
-    for work in sent:
-        work.get_future().wait()
 
 
 @pytest.mark.parametrize("from_any", [False, True])
