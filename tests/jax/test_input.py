@@ -53,7 +53,7 @@ def test_large_batches_are_not_copied(strategy, path):
     x = next(iter(inner))
     x, _ = strategy.experimental_local_results(x)[0]
     assert x.ctypes.data % 64 == 0
-    taken = mj.input._to_jax(x)
+    taken = mj.runtime._to_jax(x)
     assert taken.unsafe_buffer_pointer() == x.ctypes.data
 
 
@@ -67,7 +67,7 @@ def test_arrays_of_the_program_are_not_aliased(strategy):
     frozen = np.ones(4096, "f4")
     view = frozen[:]
     view.flags.writeable = False
-    taken = mj.input._to_jax(view)
+    taken = mj.runtime._to_jax(view)
     frozen[...] = 2
     assert float(taken.max()) == 1
 
@@ -110,7 +110,7 @@ def test_numbers_that_jax_has_not_are_refused(strategy, enable_x64):
         (local,) = strategy.experimental_local_results(batch)
         if local.size:
             with pytest.raises(DTypeError, match="does not fit int32"):
-                mj.input._to_jax(local)
+                mj.runtime._to_jax(local)
     with pytest.raises(ArgumentTypeError, match="as_jax"):
         mj.as_jax(3)
 
