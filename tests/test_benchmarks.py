@@ -92,8 +92,6 @@ def count_of(result):
 
 
 @pytest.mark.slow
-
-
 @pytest.mark.slow
 def test_jobs_that_are_killed_at_random_end_with_the_same_bits(comm):
     if comm.size > 1:
