@@ -15,9 +15,9 @@ SUPPORT = str(FUZZ.with_name("support"))
     "ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))]
 )
 def test_random_programs(mpirun, model, ranks):
-    """The same seeds each time: tests/fuzz/run draws others."""
+    """The same ones each time: tests/fuzz/run draws others."""
     job = str(FUZZ / "job.py")
-    mpirun(ranks, job, model, "--seconds", "15", PYTHONPATH=SUPPORT)
+    mpirun(ranks, job, model, "--count", "20", PYTHONPATH=SUPPORT)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import argparse
 import importlib
 import itertools
 import json
+import math
 import random
 import shutil
 import tempfile
@@ -118,6 +119,7 @@ def main() -> None:
     parser.add_argument("--program", help="a JSON file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--count", type=int, help="play so many, however long it takes")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     importlib.import_module(options.model)
@@ -126,6 +128,8 @@ def main() -> None:
         programs = iter([("", json.loads(Path(options.program).read_text()))])
     else:
         seeds = itertools.count(options.seed)
+        if options.count:
+            seeds, end = itertools.islice(seeds, options.count), math.inf
         programs = ((f"seed {seed}", draw(options.model, seed)) for seed in seeds)
     for name, steps in programs:
         if world.rank == 0:
