@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import string
 import sys
 from collections.abc import Callable, Collection
 from typing import Any
@@ -104,7 +105,7 @@ def announcing(
                 trace.tb_next = trace.tb_next.tb_next
 
     first, parameters, arguments = _parameters_of(method)
-    source = _CALL.format(
+    source = _CALL.substitute(
         depth=f"_depth({first})" if method.__name__ in _SCOPE else "None",
         first=first,
         parameters=parameters,
@@ -123,21 +124,21 @@ def announcing(
 _SCOPE = ("__enter__", "__exit__")
 _FILE = os.path.join(os.path.dirname(__file__), "text in public_calls.py")
 # A text, with the method's own parameters: `*args, **kwargs` take 0.3 us in each call
-_CALL = """
-def call({parameters}):
+_CALL = string.Template("""
+def call($parameters):
     _since = _before = None
     try:  # a signal handler may raise between any two lines
         if _missed.error is not None:
             _missed.leave()
-        _since, _before = _ticket(), {depth}
-        return _method({arguments})
+        _since, _before = _ticket(), $depth
+        return _method($arguments)
     except BaseException as _error:
         try:
-            _escaped({first}, _error, _since, _before)
+            _escaped($first, _error, _since, _before)
         except RecursionError:  # nothing can be called here
-            _missed.find, _missed.of, _missed.error = _find, {first}, _error
+            _missed.find, _missed.of, _missed.error = _find, $first, _error
         raise
-"""
+""")
 
 
 def _parameters_of(method: Callable[..., Any]) -> tuple[str, str, str]:
