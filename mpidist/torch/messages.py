@@ -79,7 +79,13 @@ class Messages:
         )
         self._running = [m for m in self._running if not m.is_completed()]
         self._running.append(message)
+        message.progress = self._progress
         return message
+
+    def _progress(self) -> None:
+        """Take parts of all messages that have arrived: others may wait for that."""
+        for message in list(self._running):
+            message.is_completed()
 
     def stop(self) -> None:
         """End the threads of futures, before MPI ends."""
@@ -169,6 +175,7 @@ class Message(Work):
         self._testing = threading.Lock()
         self._watcher: threading.Thread | None = None
         self._is_stopped = False
+        self.progress: Callable[[], None] = lambda: None  # of all messages
 
     def is_completed(self) -> bool:
         """Return whether the message has arrived."""
@@ -224,6 +231,7 @@ class Message(Work):
                 os.sched_yield()
             else:
                 self._departures.require_none()
+                self.progress()
                 time.sleep(min((now - begin) / 4, _PAUSE_SECONDS))
             now = time.monotonic()
             if seconds is not None and now - begin > seconds:

@@ -195,7 +195,7 @@ TRANSFORMS = {
 def draw(random):
     """Draw steps."""
     kinds = ["loss", "loss", "collective", "collective", "gradient", "mean", "batches"]
-    kinds += ["fail"]
+    kinds += ["gradient", "fail"]
     return [
         [random.choice(kinds), random.getrandbits(30)]
         for _ in range(random.randrange(2, 9))

@@ -176,6 +176,19 @@ def test_another_thread_may_call(rank, ranks):
     assert mine == ranks**6
 
 
+def test_both_ranks_wait_for_what_they_send_first(rank, ranks):
+    """Of a large message a part moves only when the other rank has taken the first."""
+    to, source = (rank + 1) % ranks, (rank - 1) % ranks
+    if ranks == 1:
+        return
+    got = torch.zeros(300_000)
+    sent = dist.isend(torch.full((300_000,), float(rank)), to)
+    received = dist.irecv(got, source)
+    sent.wait()
+    received.wait()
+    assert (got == source).all()
+
+
 def test_a_longer_message_than_the_tensor_is_an_error(rank, ranks):
     if ranks > 1 and rank == 0:
         dist.send(torch.ones(9), 1)
