@@ -526,14 +526,19 @@ class Consensus:
                 self.progress.forget(STEP)
             self.mark_known(error or reason)
             raise error or reason
-        if error is not None:
-            with MoreStack():
-                self.require_same(operation, error, timeout, yield_cpu)
-        elif timeout is not None or call or yield_cpu:
-            self.require_same(call or operation, None, timeout, yield_cpu)
-        elif self.size > 1:
-            with self.call(operation) as bare:
-                bare.agree()
+        try:
+            if error is not None:
+                with MoreStack():
+                    self.require_same(operation, error, timeout, yield_cpu)
+            elif timeout is not None or call or yield_cpu:
+                self.require_same(call or operation, None, timeout, yield_cpu)
+            elif self.size > 1:
+                with self.call(operation) as bare:
+                    bare.agree()
+        except Exception:
+            # All ranks raise, perhaps in other steps of a loop that they have left
+            self.progress.forget(STEP)
+            raise
 
     def root_only(
         self, operation: str, fn: Callable[[], T], root: int = 0, agreed: Fields = ()
@@ -646,8 +651,6 @@ class Consensus:
             args = proposal.error, self.rank, self.calls, self._made_at
             diagnostics.raise_difference(records, *args)
         except Exception as raised:
-            # Perhaps in other steps of a loop, which they leave, or go on with
-            self.progress.forget(STEP)
             # Some ranks have left scopes that others are still in: these must follow
             outermost = min(r.depth for r in records)
             if outermost < depth:

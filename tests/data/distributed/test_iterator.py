@@ -157,17 +157,3 @@ def test_an_exit_in_a_mapped_function_of_one_rank_ends_the_job(mpirun):
     ended = mpirun(2, EXIT_IN_MAP, fails=True)
     assert "rank 0 left" in ended.stderr or "rank 1 left" in ended.stderr
     assert "by SystemExit: 1" in ended.stderr
-
-
-def test_calls_after_a_divergence_between_steps(strategy, comm):
-    """One rank was in a scope, the others not: all forget in which step they are."""
-    if comm.size == 1:
-        pytest.skip("one rank alone does not diverge")
-    data = strategy.experimental_distribute_dataset(numbers(8).batch(4))
-    for _ in data:
-        with pytest.raises(mpidist.DivergenceError):
-            if comm.rank == 0:
-                strategy.run(lambda: None)
-            else:
-                strategy.reduce("SUM", 1.0)
-        assert strategy.reduce("SUM", 1.0) == comm.size
