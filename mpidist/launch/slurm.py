@@ -99,6 +99,9 @@ class SlurmClusterResolver:
       'grpc://node09:8889'
     """
 
+    environment = ""
+    """The empty text, as in TensorFlow."""
+
     def __init__(
         self,
         jobs: Mapping[str, int] | None = None,
@@ -128,7 +131,6 @@ class SlurmClusterResolver:
             gpus_per_node, gpus_per_task, max(hosts.values())
         )
         self._sets_gpus = validation.switch("auto_set_gpu", auto_set_gpu)
-        self.environment = ""
         self.task_type: str | None = None
         self.task_id: int | None = None
         self.rpc_layer = rpc_layer
