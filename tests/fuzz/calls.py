@@ -15,9 +15,11 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
+from interruptions import interrupted
 from mpi4py import MPI
 from operations import (
     CALLS,
@@ -143,7 +145,7 @@ class Groups:
 
 # Programs
 
-SCOPES = ["scope", "buckets", "threads", "with"]
+SCOPES = ["scope", "buckets", "with", "threads"]
 
 
 def draw(random):
@@ -152,8 +154,8 @@ def draw(random):
     steps, depth = [], 0
     for _ in range(random.randrange(4, 30)):
         kind = random.choices(
-            ["call", "scope", "buckets", "with", "threads", "raise", "end", "drop"],
-            [12, 4, 2, 1, 1, 3 if depth else 0, 4 if depth else 0, 0.3],
+            ["call", *SCOPES, "raise", "end", "drop", "signal"],
+            [12, 4, 2, 1, 1, *((3, 4, 0.3, 0) if depth else (0, 0, 0.3, 3))],
         )[0]
         if kind in SCOPES and depth >= DEEPEST:
             continue
@@ -165,6 +167,10 @@ def draw(random):
             "call": [random.choice(OFTEN), seed, how, victim, is_caught],
             "raise": [random.choice([*RAISED]), victim, holds],
             "drop": [is_caught],
+            "signal": [
+                [random.choice(OFTEN) for _ in range(random.randrange(1, 4))],
+                *(seed, victim, int(2 ** random.uniform(0, 10))),
+            ],
             "end": [],
         }
         step = arguments.get(kind, [is_caught, seed])
@@ -343,6 +349,45 @@ class Play:
             call = functools.partial(self.group.strategy.run, body)
         self.attempt(lambda: bool(failed) or inner.is_lost, is_caught, "scope", call)
 
+    def signal(self, inside, names, seed, victim, line):
+        """Make calls during which one rank is interrupted, at a line of mpidist.
+
+        Not while data move: others may wait for them inside MPI. Either all ranks have
+        the right results, or all fail, there or in the next call.
+        """
+        if self.depth or self.is_thread:
+            return
+        group, is_nested = self.group, seed % 3 > 0
+        play = self.inner(True) if is_nested else self
+        made = [self.drawn_call(name, seed + i, 0) for i, name in enumerate(names)]
+        made = [call for call in made if call.want is not REFUSED and not call.before]
+        what, faults, total = f"signal {names} {seed} {victim} {line}", [], []
+
+        def work():
+            for call in made:
+                before = [np.array(a) for a in arrays_of(call.leaves or [])]
+                faults.append(call.find_fault(play.make(call), before))
+
+        lock = group.strategy.extended.consensus.lock
+
+        def make_all():
+            tracing = interrupted(
+                line, is_counted=lambda: not lock.holder or lock.can_fail
+            )
+            is_victim = group.rank == victim % group.size
+            with tracing if is_victim else nullcontext():
+                group.strategy.run(work) if is_nested else work()
+
+        failed = failure(make_all)
+        later = failure(lambda: total.append(group.strategy.reduce("SUM", 1.0)))
+        if any(faults) or total not in ([], [group.size]):
+            raise Wrong(f"{what}: {faults} {total}")
+        errors = group.comm.allgather([failed, later])
+        have_failed, cannot_go_on = ({bool(e) for e in part} for part in zip(*errors))
+        if len(cannot_go_on) > 1 or (cannot_go_on == {False} and len(have_failed) > 1):
+            raise Wrong(f"{what}: the ranks are not alike: {errors}")
+        self.log.append("signal")
+
     def step_of_buckets(self, inside, is_caught, seed):
         """Play steps between the gradients of a step."""
         if not self.is_replica or self.is_thread:
@@ -427,7 +472,17 @@ STEPS = {
     "buckets": "step_of_buckets",
     "with": "with_scope",
     "threads": "threads",
+    "signal": "signal",
 }
+
+
+def failure(call):
+    """Return what a call raises, as text."""
+    try:
+        call()
+    except Exception as error:
+        return repr(error)
+    return ""
 
 
 def components(nest):
@@ -496,7 +551,7 @@ def play(world, steps):
             wrong = "" if logs.count(logs[0]) == len(logs) else f"unlike: {logs}"
             broken = group.strategy.extended.consensus.broken or ""
             # While data move, such an error makes the strategy unusable
-            is_allowed = " stack " in f"{log}"
+            is_allowed = " stack " in f"{log}" or "signal" in log
             wrong = wrong or broken * (not is_allowed)
         world.require(not wrong, wrong)
         if any(world.comm.allgather(bool(group and broken))):

@@ -4,48 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import sys
 import threading
 
 import numpy as np
 import pytest
+from interruptions import Interrupt, interrupted
 
 import mpidist
 from mpidist.comm.consensus.consensus import Consensus
 from mpidist.util import last_resort
 
-FOLDER = os.path.dirname(mpidist.__file__) + os.sep
 context = mpidist.get_replica_context
-
-
-class Interrupt(Exception):
-    """What a signal handler raises."""
-
-
-@contextlib.contextmanager
-def interrupted(number, kind=Interrupt, folder=FOLDER):
-    """Raise at this line of mpidist, counted from the first public function on."""
-    left = [number]
-
-    def at_line(frame, event, argument):
-        left[0] -= event == "line"
-        if left[0] == 0:
-            sys.settrace(None)
-            raise kind(f"at {frame.f_code.co_name}")
-        return at_line
-
-    def at_call(frame, event, argument):
-        path = frame.f_code.co_filename
-        is_counted = path.startswith(folder) and not path.endswith("public_calls.py")
-        return at_line if is_counted else None
-
-    former = sys.gettrace()
-    sys.settrace(at_call)
-    try:
-        yield
-    finally:
-        sys.settrace(former)
 
 
 def attempt(call):

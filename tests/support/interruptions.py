@@ -1,0 +1,42 @@
+"""An exception at any line of the library, as a signal handler raises it."""
+
+import contextlib
+import os
+import sys
+
+import mpidist
+
+FOLDER = os.path.dirname(mpidist.__file__) + os.sep
+
+
+class Interrupt(Exception):
+    """What a signal handler raises."""
+
+
+@contextlib.contextmanager
+def interrupted(number, kind=Interrupt, folder=FOLDER, is_counted=lambda: True):
+    """Raise at this line of mpidist, counted from the first public function on.
+
+    Of the lines at which `is_counted()`.
+    """
+    left = [number]
+
+    def at_line(frame, event, argument):
+        if event == "line" and is_counted():
+            left[0] -= 1
+        if left[0] == 0:
+            sys.settrace(None)
+            raise kind(f"at {frame.f_code.co_name}")
+        return at_line
+
+    def at_call(frame, event, argument):
+        path = frame.f_code.co_filename
+        is_inside = path.startswith(folder) and not path.endswith("public_calls.py")
+        return at_line if is_inside else None
+
+    former = sys.gettrace()
+    sys.settrace(at_call)
+    try:
+        yield
+    finally:
+        sys.settrace(former)
