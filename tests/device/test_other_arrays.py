@@ -1,12 +1,8 @@
 """Arrays of other libraries go in without a copy and come back as they came."""
 
-import array
 
 import numpy as np
 import pytest
-
-import mpidist
-from mpidist.device import arrays
 
 
 @pytest.fixture
