@@ -141,23 +141,13 @@ def test_the_block_around_forward_counts_for_no_sync(strategy):
         assert not everyone_equal(strategy, [model.module[0].weight.grad])
 
 
-class Branches(nn.Module):
-    """Uses one of two layers; a third one never."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.left, self.right, self.idle = (nn.Linear(6, 3) for _ in range(3))
-
-    def forward(self, x, is_left):
-        return self.left(x) if is_left else self.right(x)
-
-
 def test_an_unused_parameter_is_an_error_in_its_backward_pass(strategy):
-    model = wrap(Branches(), strategy)
-    _, (x, y) = rows_of(strategy, 8)
+    module = nn.Linear(6, 3)
+    module.register_module("idle", nn.Linear(6, 3))
+    model = wrap(module, strategy)
+    _, mine = rows_of(strategy, 8)
     with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
-        nn.functional.cross_entropy(model(x, True), y).backward()
+        loss_of(model, *mine).backward()
 
 
 def assign_a_state_dict(module):
