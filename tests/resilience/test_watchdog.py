@@ -245,9 +245,7 @@ rank = next(int(os.environ[name]) for name in names if name in os.environ)
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", UNCOVERED)
 def test_making_and_ending_strategies_are_watched(mpirun, operation):
-    script = (
-        "import threading, mpidist\nfrom mpi4py import MPI\n" + UNCOVERED[operation]
-    )
+    script = IMPORTS + UNCOVERED[operation]
     ended = mpirun(2, script, MPIDIST_HANG_SECONDS="2", fails=True)
     found = rf"mpidist: rank \d of 2 has waited [\d.]+ s in {operation} \(at <string>:"
     assert re.search(found, ended.stderr)
