@@ -30,10 +30,6 @@ BROADCAST_BUFFERS = next(  # its name in this version of PyTorch
 )
 
 
-def rows_in(x, *_):
-    return len(x)
-
-
 @pytest.fixture(params=["node", "nodes"], autouse=True)
 def where(request, monkeypatch):
     """Ranks on one node, and on one each."""
@@ -42,16 +38,12 @@ def where(request, monkeypatch):
 
 
 def wrap(module, strategy, **arguments):
-    return DistributedDataParallel(module, strategy, rows=rows_in, **arguments)
+    return DistributedDataParallel(module, strategy, rows=len, **arguments)
 
 
 def network(seed=0, hidden=16):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 3))
-
-
-def gradients_of(model):
-    return {name: p.grad for name, p in model.named_parameters()}
 
 
 def assert_like_alone(model, alone, **tolerance):
@@ -414,7 +406,7 @@ def test_ranks_with_unlike_numbers_of_batches_join(strategy, counts, divides):
         )
 
     everyone = batches_of(strategy, counts)
-    rows = rows_in if divides is None else "equal"
+    rows = len if divides is None else "equal"
     model = DistributedDataParallel(make(), strategy, rows=rows)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with model.join(divide_by_initial_world_size=divides is not False):
@@ -496,7 +488,7 @@ class Returns(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", OUTPUTS)
-@pytest.mark.parametrize("arguments", [{"rows": rows_in}, {"reduction": "sum"}, {}])
+@pytest.mark.parametrize("arguments", [{"rows": len}, {"reduction": "sum"}, {}])
 def test_outputs_that_are_no_tensors(strategy, kind, arguments):
     model = DistributedDataParallel(Returns(kind), strategy, **arguments)
     if model._weight == 1:  # one rank
@@ -515,7 +507,7 @@ def test_outputs_that_are_no_tensors(strategy, kind, arguments):
 @pytest.mark.parametrize("kind", ["attribute", "buffer", "list"])
 def test_results_that_a_model_keeps(strategy, kind):
     _, (x, _) = rows_of(strategy, 8)
-    for arguments in ({"rows": rows_in}, {"reduction": "sum"}):
+    for arguments in ({"rows": len}, {"reduction": "sum"}):
         model = DistributedDataParallel(Returns(kind), strategy, **arguments)
         if model._weight != 1:
             name = {"attribute": "kept", "buffer": "_buffers", "list": "many"}[kind]

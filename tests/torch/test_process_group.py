@@ -47,10 +47,6 @@ def numbers(rank, size, dtype=torch.float32):
     return ((torch.arange(size) * (rank + 3)) % 5 + rank + 1).to(dtype)
 
 
-def everyone(ranks, size, dtype=torch.float32):
-    return torch.stack([numbers(rank, size, dtype) for rank in range(ranks)])
-
-
 def views(rank):
     """Tensors of 12 elements that are not contiguous, or have lazy bits."""
     flat = numbers(rank, 24, torch.complex64) * (1 + 2j)
