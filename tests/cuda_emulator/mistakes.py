@@ -138,7 +138,7 @@ MISTAKES = [
         "device/host_to_device.py",
         "slot.leaves.extend(leaves[i] for i in layout.as_they_lie)",
         "pass",
-        (UPLOADS, "-k", "page_locked and cuda"),
+        (UPLOADS, "-k", "what_is_uploaded_arrives and cuda"),
         ranks=1,
     ),
     Mistake(
@@ -147,7 +147,7 @@ MISTAKES = [
         "        if slot.taken is not None:\n            stream.wait(slot.taken)\n"
         "        slot.leaves",
         "        slot.leaves",
-        (UPLOADS, "-k", "cuda and (kept or forgotten or side_by_side)"),
+        (UPLOADS, "-k", "what_is_uploaded_arrives and cuda"),
         ranks=1,
     ),
     Mistake(
@@ -155,7 +155,7 @@ MISTAKES = [
         "device/streams.py",
         "here.wait_event(sent)  # before",
         "pass  # before",
-        (UPLOADS, "-k", "before_their_copies and cuda"),
+        (UPLOADS, "-k", "what_is_uploaded_arrives and cuda"),
         ranks=1,
     ),
     Mistake(

@@ -13,6 +13,7 @@ from mpi4py import MPI
 import mpidist
 from mpidist import CommunicationOptions
 from mpidist.comm.transports.tuning import (
+    METHODS,
     Layout,
     find_table,
     short_name,
@@ -228,41 +229,28 @@ def test_variables_are_on_the_gpu(comm, strategy):
     assert seen.numpy() == sum(range(comm.size))
 
 
-def test_values_of_the_first_replica_come_to_all(comm, strategy):
-    ops = strategy.extended.cross_device_ops
-    for count in COUNTS:
-        mine = cupy.asarray(numbers(comm.rank, count))
-        got = ops.broadcast(mine, destinations="GPU:0")
-        require_equal(strategy.experimental_local_results(got)[0], numbers(0, count))
+class Numba:
+    """An array that others know by CUDA's array interface alone."""
+
+    def __init__(self, array):
+        self.array = array
+        self.__cuda_array_interface__ = array.__cuda_array_interface__
 
 
-def test_other_libraries_arrays_come_in_without_a_copy(comm, strategy):
-    """By CUDA's array interface alone, as Numba's arrays have it."""
+class Exchanged:
+    """An array that others know by DLPack alone."""
 
-    class Foreign:
-        def __init__(self, array):
-            self.array = array
-            self.__cuda_array_interface__ = array.__cuda_array_interface__
-
-    given = Foreign(cupy.arange(4.0) + comm.rank)
-    taken = arrays.to_array(given)
-    assert taken.data.ptr == given.array.data.ptr
-    expected = np.arange(4.0) * comm.size + sum(range(comm.size))
-    require_equal(all_reduce(strategy, "SUM", given), expected)
+    def __init__(self, array):
+        self.array = array
+        self.__dlpack__, self.__dlpack_device__ = (
+            array.__dlpack__,
+            array.__dlpack_device__,
+        )
 
 
-def test_dlpack_arrays_come_in_without_a_copy(comm, strategy):
-    class Foreign:
-        def __init__(self, array):
-            self.array = array
-
-        def __dlpack__(self, **kwargs):
-            return self.array.__dlpack__(**kwargs)
-
-        def __dlpack_device__(self):
-            return self.array.__dlpack_device__()
-
-    given = Foreign(cupy.arange(4.0) + comm.rank)
+@pytest.mark.parametrize("kind", [Numba, Exchanged])
+def test_other_libraries_arrays_come_in_without_a_copy(comm, strategy, kind):
+    given = kind(cupy.arange(4.0) + comm.rank)
     assert arrays.to_array(given).data.ptr == given.array.data.ptr
     expected = np.arange(4.0) * comm.size + sum(range(comm.size))
     require_equal(all_reduce(strategy, "SUM", given), expected)
@@ -383,18 +371,14 @@ def fill_late():
 
 
 @pytest.fixture(params=["staging", "ipc", "mpi", "device", "nccl"])
-def strategy_by(comm, request, tmp_path_factory, monkeypatch):
+def strategy_by(comm, request, mpi_tmp_path, monkeypatch):
     """A strategy that moves all arrays on GPUs by one transport."""
     if comm.size == 1:
         pytest.skip("one rank needs no transport")
-    folder = tmp_path_factory.mktemp("by") if comm.rank == 0 else None
-    path = Path(comm.bcast(folder), "transports.json")
+    path = mpi_tmp_path / "transports.json"
     if comm.rank == 0:
         name = short_name(MPI.Get_library_version())
-        table = {
-            key: [(0, request.param)]
-            for key in ("allreduce", "allgatherv", "broadcast")
-        }
+        table = {key: [(0, request.param)] for key in METHODS}
         write_table(path, Layout(name, (comm.size,), "GPU"), table, {})
     comm.Barrier()
     monkeypatch.setenv("MPIDIST_TRANSPORTS", str(path))
@@ -588,7 +572,7 @@ sys.exit(main(["tune", "--output", {str(path)!r}, "--largest-bytes", "100000",
     mpirun(2, script, MPIDIST_ALLOW_SHARED_GPU="1")
     if comm.rank == 0:
         layout = Layout(short_name(MPI.Get_library_version()), (2,), "GPU")
-        assert set(find_table(path, layout)) == {"allreduce", "allgatherv", "broadcast"}
+        assert set(find_table(path, layout)) == {*METHODS}
 
 
 def test_numbers_of_python_beside_arrays_again_and_again(comm, strategy):

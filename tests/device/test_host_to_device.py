@@ -316,20 +316,6 @@ def test_closing_gives_all_memory_back(threads, taken):
     other.close()
 
 
-def test_a_batch_under_way_can_be_taken_after_closing(threads):
-    uploads = Uploads(threads.stream)
-    upload = uploads.upload(rows(1, 50))
-    uploads.close()
-    array = take(upload)
-    del upload, uploads
-    assert threads.stream.device.is_all_free
-    other = Uploads(threads.stream)
-    later = other.upload(rows(2, 50))
-    later.slot.sent.synchronize()
-    np.testing.assert_array_equal(threads.read(array), rows(1, 50))
-    other.close()
-
-
 def test_what_is_uploaded_after_closing_is_waited_for_at_once(threads):
     uploads = Uploads(threads.stream)
     uploads.close()

@@ -34,32 +34,16 @@ def parts(comm, *shape):
     return [random.normal(size=shape).astype("float32") for _ in range(comm.size)]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", "complex64"])
-def test_dtypes_are_kept_and_means_of_integers_are_floats(
-    comm, reduce, dtype, enable_x64
-):
-    value = jnp.full(4, comm.rank + 1, dtype)
-    total, mean = mj.jit(lambda x: (reduce("SUM", x), reduce("MEAN", x)))(value)
-    assert total.dtype == value.dtype
-    assert complex(total[0]) == comm.size * (comm.size + 1) / 2
-    assert mean.dtype == (jnp.float32 if dtype == "int32" else value.dtype)
-    assert complex(mean[0]) == (comm.size + 1) / 2
+def test_means_of_wide_integers_are_wide(comm, reduce, enable_x64):
     with enable_x64(True):
-        wide = mj.jit(lambda x: reduce("MEAN", x))(jnp.full(4, comm.rank))
-        assert wide.dtype == np.float64
+        mean = mj.jit(lambda x: reduce("MEAN", x))(jnp.full(4, comm.rank))
+        assert mean.dtype == np.float64
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, mj.jit])
-def test_all_gather_and_broadcast(comm, strategy, wrap):
-    n, mine = comm.size, parts(comm, 2, 3)[comm.rank]
-    for axis in (0, 1, -1):
-        got = wrap(lambda x, a=axis: mj.all_gather(x, a, strategy=strategy))(mine)
-        np.testing.assert_array_equal(got, np.concatenate(parts(comm, 2, 3), axis))
-    for root in range(n):
-        got = wrap(lambda x, r=root: mj.broadcast(x, r, strategy=strategy))((mine,))
-        np.testing.assert_array_equal(got[0], parts(comm, 2, 3)[root])
+def test_a_root_that_is_no_replica_is_refused(comm, strategy):
+    n = comm.size
     with pytest.raises(ArgumentError, match=f"root must be below {n}, not {n}"):
-        mj.broadcast(mine, n, strategy=strategy)
+        mj.broadcast(jnp.ones(3), n, strategy=strategy)
 
 
 def test_the_order_is_that_of_the_program(comm, strategy, reduce):

@@ -131,46 +131,21 @@ def test_collectives_in_the_loss_with_unequal_rows(comm, strategy, wrap, first):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, mj.jit])
-def test_mean_over_rows(comm, strategy, wrap, enable_x64):
-    rank, rows = comm.rank, comm.rank * 3
-    values = {
-        "f": jnp.float32(rank),
-        "h": jnp.full((2,), 300 * rank, "float16"),
-        "c": jnp.asarray(rank * 1j),
-        "i": jnp.asarray([rank, 1]),
-    }
-    if rows == 0 and comm.size > 1:
-        values = jax.tree.map(
-            lambda x: x * jnp.nan if x.dtype.kind in "fc" else x, values
-        )
-    rows = rows or (comm.size == 1)
-    got = wrap(lambda v: mj.mean_over_rows(v, rows, strategy=strategy))(values)
-    weights = [3 * r for r in range(comm.size)] if comm.size > 1 else [1]
-    mean = np.average(range(comm.size), weights=weights)
-    expected = {"f": mean, "h": np.full(2, 300 * mean), "c": mean * 1j, "i": [mean, 1]}
-    for name, value in expected.items():
-        np.testing.assert_allclose(np.asarray(got[name]), value, rtol=1e-3)
-    assert [got[n].dtype.name for n in "fhci"] == [
-        *("float32", "float16", "complex64", "float32")
-    ]
+def test_numbers_of_rows_are_exact(comm, strategy, wrap, enable_x64):
+    """Those that are computed, and more than float32 can count."""
     counted = wrap(lambda n: mj.mean_over_rows(n, n, strategy=strategy))
-    assert float(counted(jnp.asarray(2))) == 2  # rows that are computed
+    assert float(counted(jnp.asarray(2))) == 2
     if comm.size == 2:
+        rows = 2**24 + 1 - comm.rank
         with enable_x64(True):
-            # More rows than float32 can count
-            many = wrap(
-                lambda v: mj.mean_over_rows(v, 2**24 + 1 - rank, strategy=strategy)
-            )
-            assert float(many(jnp.float64(rank))) == 2**24 / (2**25 + 1)
+            many = wrap(lambda v: mj.mean_over_rows(v, rows, strategy=strategy))
+            assert float(many(jnp.float64(comm.rank))) == 2**24 / (2**25 + 1)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, mj.jit])
-def test_other_transformations(comm, strategy, wrap):
+def test_second_derivatives(comm, strategy, wrap):
     rows = share(comm)
     step = mj.value_and_grad(loss_of, strategy=strategy)
-    remat = mj.value_and_grad(jax.checkpoint(loss_of), strategy=strategy)
-    expected = jax.value_and_grad(loss_of)(weights(), X, Y)
-    require_close(wrap(remat)(weights(), X[rows], Y[rows]), expected)
     first = lambda w: step({"w": w, "b": 1.0}, X[rows], Y[rows])[1]["w"]  # noqa: E731
     whole = lambda w: jax.grad(loss_of)({"w": w, "b": 1.0}, X, Y)["w"]  # noqa: E731
     w = weights()["w"]
@@ -210,24 +185,6 @@ def test_rows_that_cannot_be_told_are_an_error_on_all_ranks(comm, strategy):
         mj.grad(lambda w: w, batch_argnums=3, strategy=strategy)(1.0)
     rows = share(comm)
     got = step(weights(), X[rows], Y[rows])
-    require_close(got, jax.value_and_grad(loss_of)(weights(), X, Y))
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, mj.jit])
-def test_an_error_of_one_ranks_loss_is_raised_on_all(comm, strategy, wrap):
-    def loss(w, x):
-        mean = mj.all_reduce("MEAN", w, strategy=strategy)
-        if comm.rank == comm.size - 1:
-            raise OSError("this rank's")
-        return (mj.all_reduce("SUM", mean, strategy=strategy) * x).mean()
-
-    step = wrap(mj.value_and_grad(loss, strategy=strategy))
-    for _ in range(2):
-        with pytest.raises(OSError, match="this rank's"):
-            strategy.run(step, args=(jnp.ones(()), X))
-    good = mj.value_and_grad(loss_of, strategy=strategy)
-    rows = share(comm)
-    got = good(weights(), X[rows], Y[rows])
     require_close(got, jax.value_and_grad(loss_of)(weights(), X, Y))
 
 

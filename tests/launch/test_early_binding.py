@@ -149,7 +149,6 @@ print("passed")
         (CRAY, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, True),
         (CRAY, {}, False),
         ("Open MPI v5.0.11, package", {}, False),
-        ("Open MPI v4.1.8, package", {}, False),
         ("MPICH Version:      4.3.2", {}, False),
         ("Intel(R) MPI Library 2021.16", {}, False),
         ("Intel(R) MPI Library 2021.16", {"MPIDIST_BIND_GPU": "1"}, True),

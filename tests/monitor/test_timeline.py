@@ -36,7 +36,9 @@ def strategy(new_strategy):
 
 @pytest.fixture
 def folder(comm, tmp_path):
-    return comm.bcast(tmp_path / "timeline")
+    """A folder of all ranks, of which none leaves before the others have read."""
+    yield comm.bcast(tmp_path / "timeline")
+    comm.Barrier()
 
 
 def train(strategy, steps=5):
@@ -103,7 +105,6 @@ def test_what_a_timeline_has(comm, strategy, folder):
     statuses = read_statuses(folder)
     assert [one["rank"] for one in statuses] == list(range(comm.size))
     assert {(one["state"], one["steps"]) for one in statuses} == {("ended", 5)}
-    comm.Barrier()
 
 
 def test_collectives_end_on_all_ranks_after_they_began_on_all(comm, strategy, folder):
@@ -119,7 +120,6 @@ def test_collectives_end_on_all_ranks_after_they_began_on_all(comm, strategy, fo
         times.append([(e["ts"] - error, e["ts"] + e["dur"] + error) for e in calls])
     for call in zip(*times):
         assert max(begun for begun, _ in call) <= min(ended for _, ended in call)
-    comm.Barrier()
 
 
 def test_merged(comm, strategy, folder, tmp_path):
@@ -132,7 +132,6 @@ def test_merged(comm, strategy, folder, tmp_path):
     assert len(trace["traceEvents"]) == count
     check(trace["traceEvents"])
     assert len(trace["otherData"]["clock_error_us"]) == comm.size
-    comm.Barrier()
 
 
 def test_clocks_are_compared_again_at_the_same_call(comm, strategy, folder):
@@ -144,7 +143,6 @@ def test_clocks_are_compared_again_at_the_same_call(comm, strategy, folder):
     comm.Barrier()
     for trace in read_traces(folder):
         assert len(trace.clock) == 4
-    comm.Barrier()
 
 
 def test_clocks_of_one_node_are_the_same(comm, strategy):
@@ -177,7 +175,6 @@ def test_what_a_killed_rank_leaves_can_be_read(comm, strategy, folder):
     assert counts[0] == whole
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] >= 1
-    comm.Barrier()
 
 
 def test_a_folder_that_cannot_be_written_hurts_nobody(comm, strategy, tmp_path):
@@ -232,7 +229,6 @@ def test_links_in_the_folder_are_not_followed(comm, strategy, folder, tmp_path):
     assert victim.read_text() == "precious"
     assert not (folder / f"status-{rank:05}.json").is_symlink()
     assert [*folder.glob("*.tmp")] == []
-    comm.Barrier()
 
 
 def test_a_full_disk_ends_the_timeline_alone(comm, strategy, folder, monkeypatch):
@@ -254,7 +250,6 @@ def test_a_full_disk_ends_the_timeline_alone(comm, strategy, folder, monkeypatch
         train(strategy)
     comm.Barrier()
     assert len(read_traces(folder)) == comm.size
-    comm.Barrier()
 
 
 def test_long_jobs_record_fewer_steps(comm, strategy, folder, monkeypatch):
@@ -275,7 +270,6 @@ def test_long_jobs_record_fewer_steps(comm, strategy, folder, monkeypatch):
         assert steps[0].one_of == 1
         assert steps[-1].one_of > 1
         assert trace.path.stat().st_size < 16_000
-    comm.Barrier()
 
 
 def test_a_full_file_takes_no_more_events_and_progress_is_still_shown(
@@ -298,7 +292,6 @@ def test_a_full_file_takes_no_more_events_and_progress_is_still_shown(
     for status in read_statuses(folder):
         assert status["state"] == "ended"
         assert status["steps"] > 100
-    comm.Barrier()
 
 
 def test_ten_hours_of_short_steps_fill_no_file():
@@ -331,7 +324,6 @@ def test_a_later_job_takes_the_folder_over(comm, strategy, folder):
     assert [trace.about["job"] for trace in read_traces(folder)] == [
         "later"
     ] * comm.size
-    comm.Barrier()
 
 
 def test_a_timeline_that_begins_within_a_step(comm, strategy, folder):
@@ -343,7 +335,6 @@ def test_a_timeline_that_begins_within_a_step(comm, strategy, folder):
         events = list(trace.events())
         assert min(event["ts"] for event in events if "ts" in event) >= 0
         assert trace.steps()[0].number == 7
-    comm.Barrier()
 
 
 def test_there_is_one_timeline_at_a_time(comm, strategy, folder):
@@ -422,7 +413,6 @@ def test_spans_of_several_threads(comm, strategy, folder):
     for trace in read_traces(folder):
         spans = [e for e in trace.events() if e["name"] == "in a thread"]
         assert len(spans) == 3
-    comm.Barrier()
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

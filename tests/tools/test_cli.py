@@ -80,25 +80,19 @@ def console_script(tmp_path):
     return str(script)
 
 
-def test_the_console_script_needs_no_mpi(console_script, tmp_path):
-    fake = tmp_path / "fake" / "mpi4py"
-    fake.mkdir(parents=True)
-    (fake / "__init__.py").write_text("raise ImportError('there is no MPI here')\n")
-    folders = f"{fake.parent}:{ROOT}"
+def test_the_console_script_needs_no_mpi(console_script, without_mpi, tmp_path):
     for words in (["--help"], ["config"], ["run", "--help"], ["version"]):
-        ended = launching.run([console_script, *words], PYTHONPATH=folders)
+        ended = without_mpi(console_script, *words)
         assert ended.returncode == 0, ended.stderr
     assert "there is no MPI here" in ended.stdout
-    ended = launching.run([console_script, "report", str(tmp_path)], PYTHONPATH=folders)
-    assert ended.returncode == 1
-    assert "MPIDIST_TIMELINE" in ended.stderr
-    ended = launching.run([console_script, "config", "x"], PYTHONPATH=folders)
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("usage: mpidist config")
-    job = ["run", "-n", "2", "-m", "job"]
-    ended = launching.run([console_script, *job], PYTHONPATH=folders)
-    assert ended.returncode == 2
-    assert "mpidist run: error: mpi4py finds no MPI library (" in ended.stderr
+    for words, status, text in [
+        (["report", tmp_path], 1, "MPIDIST_TIMELINE"),
+        (["config", "x"], 2, "usage: mpidist config"),
+        (["run", "-n", "2", "-m", "job"], 2, "mpi4py finds no MPI library ("),
+    ]:
+        ended = without_mpi(console_script, *words)
+        assert ended.returncode == status
+        assert text in ended.stderr
 
 
 def test_a_program_of_that_name_is_no_command(tmp_path, monkeypatch):

@@ -178,12 +178,10 @@ def test_outputs_that_would_overwrite_each_other(tmp_path, capsys):
     "words",
     [
         "plan x.h5 --batch 4 --ranks 100000000",
-        "plan x.h5 --batch 4 --ranks 0",
         f"plan x.h5 --batch {10**30} --ranks 2",
         "plan x.h5 --ranks 2 --batch " + 5000 * "1",
         f"plan x.h5 --batch 4 --ranks 2 --shuffle --window-chunks {10**30}",
         f"plan x.h5 --batch 4 --ranks 2 --ranks-per-node {10**30}",
-        "plan x.h5 --batch 4 --ranks 2 --shuffle --window-chunks -1",
         f"run -n {10**12} x.py",
         f"tune --repetitions {10**12}",
         f"tune --largest-bytes {10**18}",

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import os
 import re
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from mpi4py import MPI
 
 import mpidist
 from mpidist.comm.transports.tuning import (
+    METHODS,
     Layout,
     find_table,
     short_name,
@@ -33,16 +33,14 @@ from mpidist.tools.tune import (
     tune,
 )
 
-METHODS = ("allreduce", "allgatherv", "broadcast")
 LAYOUT = Layout("MPICH 5.0.2", (2, 4), "CPU")
 TABLE = {key: [(0, "mpi"), (1000, "shared")] for key in METHODS}
 
 
 @pytest.fixture
-def path(comm, tmp_path_factory, monkeypatch):
+def path(mpi_tmp_path, monkeypatch):
     """A file that strategies of all ranks take their tables from."""
-    folder = tmp_path_factory.mktemp("tune") if comm.rank == 0 else None
-    path = Path(comm.bcast(folder), "transports.json")
+    path = mpi_tmp_path / "transports.json"
     monkeypatch.setenv("MPIDIST_TRANSPORTS", str(path))
     return path
 
@@ -118,7 +116,7 @@ def test_tables_are_obeyed(comm, path, monkeypatch, make_strategy):
     collectives = strategy.extended.collectives
     used = []
     for name, way in collectives.transports.by_name.items():
-        for method in ("allreduce", "allgatherv", "broadcast"):
+        for method in METHODS:
             monkeypatch.setattr(way, method, spy(used, name, getattr(way, method)))
     for count, name in ((30_000, "shared"), (60_000, "mpi")):
         used.clear()
@@ -253,14 +251,7 @@ def test_a_busy_machine_is_not_measured(comm, path, monkeypatch):
     assert "Layout" not in "".join(describe(found, path))
 
 
-@pytest.fixture
-def without_launcher(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith(("PMI", "OMPI", "PMIX", "MPI_", "HYDRA")):
-            monkeypatch.delenv(name)
-
-
-def test_one_rank_writes_nothing(tmp_path, without_launcher):
+def test_one_rank_writes_nothing(tmp_path):
     """It has no transports to compare, and says how it is meant."""
     output = tmp_path / "t.json"
     command = [sys.executable, "-m", "mpidist", "tune", "--output", str(output)]

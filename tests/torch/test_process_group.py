@@ -47,10 +47,6 @@ def numbers(rank, size, dtype=torch.float32):
     return ((torch.arange(size) * (rank + 3)) % 5 + rank + 1).to(dtype)
 
 
-def everyone(ranks, size, dtype=torch.float32):
-    return torch.stack([numbers(rank, size, dtype) for rank in range(ranks)])
-
-
 def views(rank):
     """Tensors of 12 elements that are not contiguous, or have lazy bits."""
     flat = numbers(rank, 24, torch.complex64) * (1 + 2j)
@@ -97,17 +93,7 @@ def test_outputs_whose_elements_share_memory_are_an_error(rank, ranks):
         assert all(torch.equal(place, shared) for place in places)
 
 
-def test_messages(rank, ranks):
-    following, previous = (rank + 1) % ranks, (rank - 1) % ranks
-    received = torch.empty(3, 2, dtype=torch.bfloat16)
-    works = [
-        dist.irecv(received, previous, tag=7),
-        dist.isend(torch.full((3, 2), rank, dtype=torch.bfloat16), following, tag=7),
-    ]
-    for work in works:
-        work.wait()
-        assert work.is_completed()
-    assert (received == previous).all()
+def test_messages_from_any_rank_and_of_other_lengths(rank, ranks):
     if rank == 0:
         others = [torch.empty(2) for _ in range(1, ranks)]
         senders = [dist.recv(tensor) for tensor in others]
@@ -118,8 +104,10 @@ def test_messages(rank, ranks):
     if ranks > 1 and rank < 2:
         if rank == 0:
             dist.send(torch.ones(2), 1)
-        else:
-            with pytest.raises(mpidist.MismatchError, match=r"sent 8 bytes .* has 12"):
+            dist.send(torch.ones(9), 1)
+            return
+        for text in (r"sent 8 bytes .* has 12", "has sent 36 bytes"):
+            with pytest.raises(mpidist.MismatchError, match=text):
                 dist.recv(torch.empty(3), 0)
 
 
@@ -174,27 +162,6 @@ def test_another_thread_may_call(rank, ranks):
         thread.join()
         dist.all_reduce(mine)
     assert mine == ranks**6
-
-
-def test_both_ranks_wait_for_what_they_send_first(rank, ranks):
-    """Of a large message a part moves only when the other rank has taken the first."""
-    to, source = (rank + 1) % ranks, (rank - 1) % ranks
-    if ranks == 1:
-        return
-    got = torch.zeros(300_000)
-    sent = dist.isend(torch.full((300_000,), float(rank)), to)
-    received = dist.irecv(got, source)
-    sent.wait()
-    received.wait()
-    assert (got == source).all()
-
-
-def test_a_longer_message_than_the_tensor_is_an_error(rank, ranks):
-    if ranks > 1 and rank == 0:
-        dist.send(torch.ones(9), 1)
-    elif rank == 1:
-        with pytest.raises(mpidist.MismatchError, match="has sent 36 bytes"):
-            dist.recv(torch.empty(3), 0)
 
 
 def test_a_message_that_does_not_come_is_an_error_at_the_timeout(rank, ranks, comm):
@@ -302,27 +269,6 @@ def batch(rows):
     return torch.randn(rows, 300, generator=generator).double()
 
 
-def test_torchs_own_data_parallel_and_fsdp_give_the_gradients_of_one(rank, ranks):
-    rows = batch(4 * ranks)
-    mine = rows[4 * rank : 4 * rank + 4]
-    alone = net()
-    alone(rows).square().mean().backward()
-    model = torch.nn.parallel.DistributedDataParallel(net(), bucket_cap_mb=0.1)
-    model(mine).square().mean().backward()
-    for p, q in zip(model.parameters(), alone.parameters()):
-        torch.testing.assert_close(p.grad, q.grad)
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
-    model = net()
-    for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model(mine).square().mean().backward()
-    for p, q in zip(model.parameters(), alone.parameters()):
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
-
-
 def test_an_error_of_one_rank_in_a_hook_reaches_all(rank, ranks):
     model = torch.nn.parallel.DistributedDataParallel(net())
     with pytest.raises(RuntimeError, match=r"sparse"):
@@ -400,24 +346,20 @@ def test_a_message_of_another_dtype_is_an_error(rank, ranks, dtypes, nbytes, fro
         assert (other == 1).all()
 
 
-def hooks():
+@pytest.mark.parametrize("name", ["fp16", "PowerSGD"])
+def test_hooks_of_torch(rank, ranks, name):
+    """Whose callbacks wait for further reductions."""
     from torch.distributed.algorithms.ddp_comm_hooks import (
         default_hooks,
         powerSGD_hook,
     )
 
-    full = powerSGD_hook.PowerSGDState(
-        None, 40, start_powerSGD_iter=2, min_compression_rate=0.1
-    )
-    yield "allreduce", None, default_hooks.allreduce_hook
-    yield "fp16", None, default_hooks.fp16_compress_hook
-    yield "PowerSGD", full, powerSGD_hook.powerSGD_hook
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_hooks_of_torch(rank, ranks, number):
-    """Whose callbacks wait for further reductions."""
-    name, state, hook = list(hooks())[number]
+    state, hook = None, default_hooks.fp16_compress_hook
+    if name == "PowerSGD":
+        hook = powerSGD_hook.powerSGD_hook
+        state = powerSGD_hook.PowerSGDState(
+            None, 40, start_powerSGD_iter=2, min_compression_rate=0.1
+        )
     layers = [torch.nn.Linear(30, 40), torch.nn.Tanh(), torch.nn.Linear(40, 20)]
     alone = torch.nn.Sequential(*layers)
     model = torch.nn.parallel.DistributedDataParallel(
@@ -431,8 +373,7 @@ def test_hooks_of_torch(rank, ranks, number):
             m.zero_grad()
             m(own).square().mean().backward()
         for p, q in zip(model.parameters(), alone.parameters()):
-            tolerance = 1e-5 if name == "allreduce" else 2e-3
-            torch.testing.assert_close(p.grad, q.grad, atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(p.grad, q.grad, atol=2e-3, rtol=2e-3)
 
 
 def test_builtin_hooks_of_torch(rank, ranks):

@@ -194,19 +194,6 @@ def test_the_loss_of_a_process_ends_the_job(job, is_async):
     assert "went on" not in lines
 
 
-def test_a_rank_that_ends_without_the_others_ends_the_job(job):
-    _, stderr = job(
-        """
-        dist.init_process_group("mpidist")
-        if rank == 1:
-            raise ValueError("no more coal")
-        dist.all_reduce(torch.ones(5), async_op=True).wait()
-        """,
-        fails=True,
-    )
-    assert "no more coal" in stderr
-
-
 def test_a_program_may_end_with_its_group(job):
     """Neither waited for, nor destroyed."""
     lines = job(

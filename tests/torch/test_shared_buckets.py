@@ -10,6 +10,8 @@ torch = pytest.importorskip("torch")
 nn = torch.nn
 F = nn.functional
 
+import torch_rows  # noqa: E402
+
 from mpidist.errors import ArgumentError, MismatchError  # noqa: E402
 from mpidist.torch import DistributedDataParallel, process_group  # noqa: E402
 from mpidist.torch.process_group import group_of  # noqa: E402
@@ -41,11 +43,8 @@ def network(seed=0, dtype=torch.float64):
 
 
 def rows_of(strategy, step):
-    random = torch.Generator().manual_seed(step)
-    count = 4 * strategy.num_replicas_in_sync
-    x, y = torch.randn(count, 6, generator=random), torch.arange(count) % 3
-    start = 4 * strategy.extended.replica_id
-    return (x, y), (x[start : start + 4], y[start : start + 4])
+    """Return the rows of all ranks in a step, and this rank's."""
+    return torch_rows.rows_of(strategy, 4 * strategy.num_replicas_in_sync, step)
 
 
 def train(model, batches):

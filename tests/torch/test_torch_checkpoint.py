@@ -74,25 +74,6 @@ def test_arrays_have_the_names_of_the_state_dict(strategy, mpi_tmp_path):
     np.testing.assert_array_equal(weight, training.model.module[0].weight.detach())
 
 
-def test_on_other_numbers_of_ranks(strategy, comm, mpi_tmp_path):
-    training = Training(strategy, "adam")
-    training.step()
-    path = training.checkpoint.save(str(mpi_tmp_path / "ckpt"))
-    alone = comm.Split(comm.rank)
-    other = mpidist.MirroredStrategy(communicator=alone)
-    again = Training(other, "adam")
-    again.checkpoint.restore(path)
-    for got, want in zip(again.weights(), training.weights()):
-        assert torch.equal(got, want)
-    own = again.checkpoint.save(str(mpi_tmp_path / f"alone-{comm.rank}"))
-    third = Training(strategy, "adam")
-    third.checkpoint.restore(comm.bcast(own))
-    for got, want in zip(third.weights(), training.weights()):
-        assert torch.equal(got, want)
-    other.experimental_finalize()
-    alone.Free()
-
-
 @pytest.mark.parametrize(
     ("model", "text"),
     [

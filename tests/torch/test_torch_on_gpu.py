@@ -5,7 +5,6 @@ Where PyTorch has no CUDA, tensors on the CPU pass for such on the replica's GPU
 
 import threading
 
-import numpy as np
 import pytest
 
 import mpidist
@@ -16,6 +15,8 @@ nn = torch.nn
 pytestmark = pytest.mark.gpu
 if not gpu_count():
     pytest.skip("needs a GPU and CuPy", allow_module_level=True)
+
+from torch_rows import loss_of, rows_of  # noqa: E402
 
 from mpidist.torch import (  # noqa: E402
     DistributedDataParallel,
@@ -44,21 +45,6 @@ def network(device, seed=0, hidden=2000):
     torch.manual_seed(seed)
     layers = nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 3)
     return nn.Sequential(*layers).to(device)
-
-
-def rows_of(strategy, count, device, seed=0):
-    """Return all rows, and this rank's: slices of ceil(n / ranks)."""
-    random = np.random.default_rng(seed)
-    x = torch.from_numpy(random.normal(size=(count, 6)).astype("f4")).to(device)
-    y = torch.from_numpy(random.integers(0, 3, count)).to(device)
-    ranks, rank = strategy.num_replicas_in_sync, strategy.extended.replica_id
-    share = -(-count // ranks)
-    mine = slice(rank * share, (rank + 1) * share)
-    return (x, y), (x[mine], y[mine])
-
-
-def loss_of(model, x, y):
-    return nn.functional.cross_entropy(model(x), y)
 
 
 def backward(loss, in_thread):
@@ -92,7 +78,7 @@ def test_training_is_that_of_one_process(strategy, device, rows):
         torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, alone)
     ]
     for step in range(4):
-        everything, mine = rows_of(strategy, rows, device, seed=step)
+        everything, mine = rows_of(strategy, rows, step, device)
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss_of(model, *mine).backward()
@@ -116,7 +102,7 @@ def test_buffers_and_synchronous_batch_norm(strategy, device, in_thread):
     model = convert_sync_batchnorm(make(strategy.extended.replica_id), strategy)
     model = DistributedDataParallel(model, strategy, rows=len)
     for step in range(3):
-        everything, mine = rows_of(strategy, 11, device, seed=step)
+        everything, mine = rows_of(strategy, 11, step, device)
         backward(loss_of(model, *mine), in_thread)
         loss_of(alone, *everything).backward()
     for got, want in zip(model.parameters(), alone.parameters(), strict=True):

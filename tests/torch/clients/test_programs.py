@@ -40,7 +40,6 @@ PORTS = {
             "        model = DistributedDataParallel(model)",
         ),
     ],
-    "word_lstm.py": BACKEND,
 }
 
 
