@@ -1,7 +1,6 @@
 """Memory of results: large ones are used again once nobody refers to them."""
 
 import numpy as np
-import pytest
 
 from mpidist.comm.collectives.plans import Results, StepResults
 from mpidist.util.available_memory import LINE_BYTES
@@ -22,15 +21,6 @@ def test_memory_of_a_large_result_is_used_again():
     assert address(results.empty(LARGE, LIKE)) != first  # a view is left
     del view
     assert address(results.empty(LARGE, LIKE)) == first
-
-
-@pytest.mark.parametrize("cls", [Results, StepResults])
-def test_shapes_and_dtypes(cls):
-    results = cls()
-    for size in (0, 1, 7, LARGE):
-        assert results.empty(size, LIKE).dtype == np.float32
-        assert results.empty(size, LIKE, "f8").dtype == np.float64
-        assert results.empty(size, LIKE).shape == (size,)
 
 
 def test_results_of_a_step_lie_behind_each_other():
