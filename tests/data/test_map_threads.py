@@ -1,4 +1,4 @@
-"""Maps in several threads: the same elements in the same order, and no thread left."""
+"""Maps in several threads: at the same time, in order, and no thread left."""
 
 import functools
 import threading
