@@ -103,6 +103,24 @@ def test_files_are_not_divided_after_zip(strategy, comm):
 # Unbatch
 
 
+BY_NUMBER = [
+    *(lambda b: b, lambda b: b.repeat(2), lambda b: b.skip(1).take(2)),
+    *(lambda b: b.cache(), lambda b: b.concatenate(numbers(4).batch(3))),
+]
+IN_ORDER = [
+    lambda b: b.map(lambda x: x[x % 3 > 0]),
+    *(lambda b: b.shuffle(seed=1), lambda b: b.shard(2, 1)),
+]
+
+
+@pytest.mark.parametrize("step", [*BY_NUMBER, *IN_ORDER])
+def test_which_rows_of_batches_have_random_access(step):
+    batches = step(numbers(13).batch(4))
+    rows = batches.unbatch()
+    assert plains(rows) == [plain(row) for batch in batches for row in batch]
+    assert is_stream(rows) == (step in IN_ORDER)
+
+
 def test_unbatch_of_nests():
     arrays = {"x": np.arange(5), "y": (np.ones((5, 2)),)}
     for batches in (
