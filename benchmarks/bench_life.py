@@ -20,7 +20,6 @@ import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,7 +35,7 @@ import launching
 from life_job import BEGUN, BETWEEN, KILLED, LAST, SAVE_EVERY
 
 JOB = str(Path(__file__).with_name("life_job.py"))
-HANG_SECONDS = 600
+HANG_SECONDS, LIMIT_SECONDS = 600, 7200.0
 
 
 def is_running(mark: bytes) -> bool:
@@ -58,29 +57,21 @@ def start(ranks: int, *arguments: str, killed: int | None = None) -> dict[str, A
     """
     with tempfile.TemporaryDirectory() as name:
         folder, begun = Path(name), time.time()
-        environ = {**launching.clean_environment(), BEGUN: str(begun)}
-        environ |= {"MPIDIST_HANG_SECONDS": str(HANG_SECONDS), "TQDM_DISABLE": "1"}
-        jobs = str(harness.ROOT / "jobs")
-        paths = [jobs, *filter(None, [environ.get("PYTHONPATH")])]
-        environ["PYTHONPATH"] = os.pathsep.join(paths)
+        environ = {BEGUN: str(begun), "MPIDIST_HANG_SECONDS": str(HANG_SECONDS)}
+        paths = [str(harness.ROOT / "jobs"), os.environ.get("PYTHONPATH")]
+        joined = os.pathsep.join(filter(None, paths))
+        environ |= {"TQDM_DISABLE": "1", "PYTHONPATH": joined}
         environ |= {} if killed is None else {KILLED: str(killed)}
-        command = [sys.executable, JOB, name, *arguments]
-        ended = subprocess.run(
-            [*launching.mpirun_command(ranks), *command],
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        command = [*launching.mpirun_command(ranks), sys.executable, JOB, name]
+        ended = launching.run([*command, *arguments], LIMIT_SECONDS, **environ)
         while is_running(f"{BEGUN}={begun}".encode()):
             time.sleep(0.01)
         end, code = time.time(), ended.returncode
-        assert (code != 0) == (killed is not None), (
-            f"ended with {code}:\n{ended.stdout}"
-        )
+        told = ended.stdout + ended.stderr
+        assert (code != 0) == (killed is not None), f"ended with {code}:\n{told}"
         if killed is not None:
             seconds = end - float((folder / "killed").read_text())
-            lines = len(ended.stdout.splitlines())
+            lines = len(told.splitlines())
             return {"ranks": ranks, "code": code, "seconds": seconds, "lines": lines}
         noted = [json.loads((folder / f"{r}.json").read_text()) for r in range(ranks)]
     return {"ranks": ranks, "stages": summarize(noted, end - begun), **total(noted)}

@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import json
 import math
-import os
 import resource
 import subprocess
 import sys
@@ -40,6 +39,7 @@ from mpidist.comm.consensus import waiting
 HERE = Path(__file__).parent
 LARGE = (1024, 16384)
 STEPS = 4
+LIMIT_SECONDS = 7200.0
 COUNTS = ("Python functions", "calls of MPI", "bytes")
 
 
@@ -55,20 +55,15 @@ def build(folder: Path) -> Path:
 def count(library: Path, ranks: int, ranks_per_node: int) -> dict[str, Any]:
     """Return what `run_rank` counts in a job of some ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        environ = os.environ | {
-            "LD_PRELOAD": str(library),
-            "MPIDIST_RANKS_PER_NODE": str(ranks_per_node),
-        }
         job = [sys.executable, __file__, "--rank-of", folder]
-        ended = subprocess.run(
+        ended = launching.run(
             [*launching.mpirun_command(ranks), *job],
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            LIMIT_SECONDS,
+            LD_PRELOAD=str(library),
+            MPIDIST_RANKS_PER_NODE=str(ranks_per_node),
         )
         if ended.returncode:
-            raise SystemExit(f"the job of {ranks} ranks failed:\n{ended.stdout}")
+            raise SystemExit(f"the job of {ranks} ranks failed:\n{ended.stderr}")
         return json.loads((Path(folder) / "counts.json").read_text())
 
 

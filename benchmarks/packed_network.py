@@ -75,12 +75,6 @@ class Perceptron:
         self.sums[-2], self.sums[-1] = -(log_p * target).sum(), len(y)
         return self.sums
 
-    def scores(self, pixels: Any, y: Any) -> tuple[Any, Any, Any]:
-        """Return each row's loss, 1.0 where the likeliest class is `y`, and 1.0."""
-        _, _, log_p = self.forward(self.layers(self.weights.value()), pixels)
-        losses = -(log_p * one_hot(y)).sum(axis=1)
-        return losses, 1.0 * (log_p.argmax(axis=1) == y), np.ones_like(losses)
-
 
 def one_hot(y: Any) -> Any:
     """Return rows that are true in column `y`, an array where `y` lies."""

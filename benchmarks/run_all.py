@@ -27,13 +27,10 @@ TABLE: list[tuple[str, tuple[int, ...], str, list[str]]] = [
     ("bench_large", (2,), "large-NAME", []),
     ("bench_checkpoint", (2,), "checkpoint-NAME", []),
     ("bench_frameworks", (2,), "frameworks-NAME", []),
-    ("bench_monitor", (2,), "", []),
     ("bench_step", (1, 2), "step-NAME-RANKS", []),
-    ("bench_jax", (1, 2), "jax-NAME-RANKS", []),
     ("bench_input", (1, 2), "input-NAME-RANKS", []),
-    ("bench_inflate", (0,), "inflate-NAME", []),
 ]
-NEEDED = {"bench_frameworks": "torch", "bench_jax": "jax"}
+NEEDED = {"bench_frameworks": "torch"}
 
 
 def commands(options: argparse.Namespace) -> Iterator[list[str]]:
@@ -43,7 +40,7 @@ def commands(options: argparse.Namespace) -> Iterator[list[str]]:
             print(f"{script} is left out: {NEEDED[script]} is not installed")
             continue
         for ranks in numbers:
-            words = [*arguments, *([f"--output=FOLDER/{stem}.json"] if stem else [])]
+            words = [*arguments, f"--output=FOLDER/{stem}.json"]
             for word, text in {
                 "FOLDER": str(options.folder),
                 "NAME": options.name,

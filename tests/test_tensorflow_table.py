@@ -54,8 +54,7 @@ def _is_absent(row):
 
 def _shows(row, theirs, ours):
     """Return whether a row shows both signatures; properties have none."""
-    theirs = theirs.removesuffix("property").removesuffix("value")
-    ours = ours.removesuffix("value")
+    theirs, ours = (text.removesuffix("value") for text in (theirs, ours))
     return row[0] == theirs and row[1].startswith(f"`{ours}`: ")
 
 

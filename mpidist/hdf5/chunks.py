@@ -1,8 +1,8 @@
 """Chunks: their offsets in the file, and decoding of deflate, shuffle and fletcher32.
 
 The formats are those of the HDF5 library's H5Zdeflate.c, H5Zshuffle.c and
-H5Zfletcher32.c. libdeflate (the package `deflate`) inflates, among the fastest on PyPI
-(benchmarks/bench_inflate.py); it releases the GIL, so threads decode in parallel.
+H5Zfletcher32.c. libdeflate (the package `deflate`) inflates, among the fastest on PyPI;
+it releases the GIL, so threads decode in parallel.
 """
 
 from __future__ import annotations

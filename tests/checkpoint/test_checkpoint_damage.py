@@ -16,7 +16,7 @@ from mpi4py import MPI
 import mpidist
 from mpidist import CheckpointError
 from mpidist.checkpoint import format as headers
-from mpidist.checkpoint.format import Header, Shard, SparseFile, read_header
+from mpidist.checkpoint.format import Header, Shard, read_header
 from mpidist.checkpoint.reading import read_tree
 
 SETTINGS = settings(
@@ -192,14 +192,6 @@ def test_a_lost_dataset_is_named(saved):
 
     _, _, restore = saved
     assert "'large': expected" in str(restore(forge(change)))
-
-
-def test_a_hole_takes_no_memory():
-    image = SparseFile()
-    image.seek(1 << 50)
-    image.write(b"end")
-    image.seek((1 << 50) - 2)
-    assert image.read(5) == b"\0\0end"
 
 
 # Made to do harm: refused at once, whatever size they claim to have

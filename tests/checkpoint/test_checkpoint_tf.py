@@ -1,6 +1,5 @@
 """What code written for tf.train.Checkpoint and its manager calls."""
 
-import inspect
 import os
 from pathlib import Path
 
@@ -18,23 +17,6 @@ class Model:
     def __init__(self, w):
         self.w = w
         self.name = "model"
-
-
-def names(signature):
-    return list(inspect.signature(signature).parameters)
-
-
-def test_signatures_begin_as_tensorflows():
-    assert names(mpidist.Checkpoint)[0] == "root"
-    assert " ".join(names(mpidist.CheckpointManager)[:9]) == (
-        "checkpoint directory max_to_keep keep_checkpoint_every_n_hours "
-        "checkpoint_name step_counter checkpoint_interval init_fn last_checkpoint_step"
-    )
-    assert names(mpidist.latest_checkpoint)[:2] == ["checkpoint_dir", "latest_filename"]
-    assert " ".join(names(mpidist.PreemptionCheckpointHandler)) == (
-        "cluster_resolver checkpoint_or_checkpoint_manager checkpoint_dir "
-        "termination_config"
-    )
 
 
 # A root

@@ -70,18 +70,6 @@ def test_classes_of_the_program_are_taken_where_it_has_some(
     assert counts["a"]["new"] == 7
 
 
-def test_the_order_of_many_keys(strategy, comm, mpi_tmp_path):
-    keys = [str(n) for n in np.random.default_rng(0).permutation(300)]
-    ordered = collections.OrderedDict((key, int(key)) for key in keys)
-    checkpoint = mpidist.Checkpoint(strategy=strategy, kept=[ordered])
-    path = checkpoint.write(mpi_tmp_path / "x")
-    checkpoint.kept[0] = None
-    checkpoint.restore(path)
-    assert list(checkpoint.kept[0].items()) == list(ordered.items())
-    with h5py.File(path) as file:
-        assert file["kept/0/17"][()] == 17
-
-
 @pytest.mark.parametrize("is_own", [False, True])
 @pytest.mark.mpi(min_size=2)
 def test_another_order_on_one_rank(strategy, comm, mpi_tmp_path, is_own):

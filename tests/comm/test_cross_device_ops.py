@@ -39,18 +39,6 @@ def mine(strategy, values):
     return values[strategy.extended.replica_id]
 
 
-def test_what_is_reduced_is_numpys(strategy):
-    values = contributions(strategy)
-    value, total = mine(strategy, values), np.sum(values, axis=0)
-    np.testing.assert_array_equal(strategy.reduce("SUM", value), total)
-    mean = strategy.reduce("MEAN", value, axis=0)
-    np.testing.assert_array_equal(mean, np.concatenate(values).mean(axis=0))
-    with strategy.scope():
-        w = mpidist.Variable(0 * value, aggregation=mpidist.VariableAggregation.MEAN)
-    strategy.run(lambda: w.assign_add(value))
-    np.testing.assert_allclose(w, total / len(values), rtol=1e-15)
-
-
 def test_public_reduce_and_batch_reduce_give_mirrored_values(strategy):
     ops = strategy.extended.cross_device_ops
     rank = strategy.extended.replica_id

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import launching
@@ -92,13 +91,6 @@ def test_this_library_says_it_of_itself():
         assert not answer.is_aware
     elif answer is not None:
         assert "MPIX_" in answer.why
-
-
-def test_the_library_is_found_among_what_is_loaded():
-    path = probe.library_path()
-    assert path is not None
-    assert path.exists()
-    assert path.name.startswith("libmpi")
 
 
 def test_unknown_is_tried_once_and_kept(comm, consensus, cache, tried, monkeypatch):
@@ -283,12 +275,6 @@ def test_gpus_are_told_apart():
     require_own_gpus([GPU, other])
     with pytest.raises(mpidist.LaunchError, match=r"ranks 0, 2 would .*3b:00\.0 \(H1"):
         require_own_gpus([GPU, other, GPU])
-
-
-def test_outcomes_are_kept_in_the_users_cache():
-    assert Path(cache_path({"XDG_CACHE_HOME": "/c"})) == Path(
-        "/c/mpidist/cuda_aware.json"
-    )
 
 
 def test_cupy_is_not_imported_where_there_is_no_driver(monkeypatch):

@@ -8,8 +8,6 @@ import traceback
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from mpi4py import MPI
 
 import mpidist
@@ -361,18 +359,6 @@ def test_buckets_are_filled_in_order():
     assert divide([1, 1, 5, 5, 1, 1], range(6), 10) == [[0, 1], [2, 3], [4, 5]]
     assert divide([5, 5], [0, 1], 1) == [[0], [1]]
     assert divide([3], [0], 100) == [[0]]
-
-
-@settings(derandomize=True, deadline=None)
-@given(st.lists(st.integers(0, 20), min_size=1), st.integers(1, 30), st.randoms())
-def test_each_leaf_is_in_one_bucket(sizes, bucket_bytes, random):
-    order = list(range(len(sizes)))
-    random.shuffle(order)
-    buckets = divide(sizes, order, bucket_bytes)
-    assert [j for bucket in buckets for j in bucket] == order
-    for bucket in buckets:
-        assert len(bucket) == 1 or sum(sizes[j] for j in bucket) <= bucket_bytes
-    assert all(buckets)
 
 
 def test_dropped_buckets_lend_their_communicator_to_others(comm, strategy):

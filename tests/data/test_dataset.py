@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from datasets import in_batches, lists, numbers, shuffled
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from datasets import lists, numbers, shuffled
 
 import mpidist
 from mpidist import Dataset
@@ -120,40 +118,3 @@ def test_elements_do_not_share_memory_with_the_source():
 def test_an_endless_dataset_cannot_be_shuffled():
     with pytest.raises(ValueError, match="shuffle first"):
         next(iter(numbers(4).repeat().shuffle()))
-
-
-# Each step as (method, argument), with what it does to the list of an epoch
-MODELS = {
-    "take": lambda rows, k: lambda epoch: rows(epoch)[:k],
-    "skip": lambda rows, k: lambda epoch: rows(epoch)[k:],
-    "shard": lambda rows, k: lambda epoch: rows(epoch)[k::4],
-    "repeat": lambda rows, k: (
-        lambda epoch: [x for lap in range(k) for x in rows(epoch * k + lap)]
-    ),
-    "shuffle": lambda rows, k: (
-        lambda epoch: [rows(epoch)[i] for i in shuffled(len(rows(epoch)), k, epoch)]
-    ),
-    "map": lambda rows, k: lambda epoch: [3 * x + k for x in rows(epoch)],
-}
-STEPS = st.tuples(st.sampled_from(sorted(MODELS)), st.integers(0, 3))
-
-
-def apply(dataset, name, k):
-    if name == "shuffle":
-        return dataset.shuffle(seed=k)
-    if name == "shard":
-        return dataset.shard(4, k)
-    if name == "map":
-        return dataset.map(lambda x: 3 * x + k)
-    return getattr(dataset, name)(k)
-
-
-@settings(derandomize=True, database=None, deadline=None)
-@given(st.integers(0, 9), st.lists(STEPS, max_size=5), st.integers(1, 5))
-def test_any_chain_of_steps_does_what_it_does_to_lists(n, steps, batch_size):
-    dataset, rows = numbers(n), lambda epoch: list(range(n))
-    for name, k in steps:
-        dataset, rows = apply(dataset, name, k), MODELS[name](rows, k)
-    assert lists(dataset) == rows(0)
-    assert len(dataset) == len(rows(0))
-    assert lists(dataset.batch(batch_size)) == in_batches(rows(0), batch_size)

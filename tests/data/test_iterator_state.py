@@ -107,23 +107,6 @@ def strategies(comm):
         strategy.experimental_finalize()
 
 
-def record(strategy, dataset, epochs, limit):
-    """The first epochs of a dataset, as rank 0 saw them."""
-    divided = strategy.experimental_distribute_dataset(dataset)
-    return [run(strategy, iter(divided), limit) for _ in range(epochs)]
-
-
-def test_a_state_does_not_depend_on_the_number_of_ranks(comm, strategies, files):
-    paths = files([5, 0, 2, 11])
-    recorded = [
-        record(s, of_files(paths).shuffle(seed=1).batch(5), 2, None) if s else None
-        for s in strategies.values()
-    ]
-    everywhere = [runs for rank in comm.allgather(recorded) for runs in rank if runs]
-    assert len(everywhere) == comm.size * (comm.size + 1) // 2
-    assert all(runs == everywhere[0] for runs in everywhere)
-
-
 ENDLESS = numbers(8).shuffle().repeat().batch(4), 8
 PLAIN = [np.arange(3), np.arange(3, 4), np.arange(4, 9)], None
 
@@ -173,21 +156,6 @@ def test_a_state_is_not_changed_by_what_comes_after(strategy):
     iterator.set_state(state)
     state["step"] = 2
     assert iterator.get_state() == copy
-
-
-def test_the_epoch_is_part_of_the_state(strategy):
-    divided = strategy.experimental_distribute_dataset(numbers(9).shuffle().batch(4))
-    epochs = [run(strategy, iter(divided)) for _ in range(5)]
-    again = strategy.experimental_distribute_dataset(numbers(9).shuffle().batch(4))
-    iter(again)
-    iterator = iter(again)
-    iterator.set_state(epochs[2].states[1])
-    assert iter(again).get_state() == epochs[3].states[0]
-    assert run(strategy, iter(again)) == epochs[4]
-    # Back again, with what epoch 2 has left
-    assert run(strategy, iterator).steps == epochs[2].steps[1:]
-    iterator.set_state(epochs[0].states[0])
-    assert [run(strategy, i) for i in (iterator, iter(again))] == epochs[:2]
 
 
 @pytest.mark.parametrize("make", [numbers, generated])

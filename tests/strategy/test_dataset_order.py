@@ -340,16 +340,6 @@ WRONG += [another_too, numbered_too]
 
 
 @pytest.mark.parametrize("options", [{}, {"fill_value": -1}])
-@pytest.mark.parametrize("case", UNNUMBERED)
-def test_rows_without_numbers_keep_their_order(strategy, path, case, options):
-    dataset, expected = UNNUMBERED[case]
-    batches = strategy.experimental_distribute_dataset(dataset)
-    for _ in range(2):
-        write(strategy, path, batches, **options)
-        assert read(path).tolist() == list(expected)
-
-
-@pytest.mark.parametrize("options", [{}, {"fill_value": -1}])
 @pytest.mark.parametrize("use", WRONG)
 @pytest.mark.parametrize("case", UNNUMBERED)
 def test_without_numbers_no_rows_may_be_missing(strategy, path, case, use, options):

@@ -12,25 +12,6 @@ def per_replica(strategy, value):
     return mpidist.PerReplica((value,), (strategy.extended.replica_id,))
 
 
-def total(strategy):
-    n = strategy.num_replicas_in_sync
-    return n * (n - 1) // 2
-
-
-def test_reduce_to_gives_a_mirrored_value(strategy):
-    extended, rank = strategy.extended, strategy.extended.replica_id
-    value = per_replica(strategy, np.array([rank, 1.0]))
-    with strategy.scope():
-        got = extended.reduce_to("SUM", value, destinations=value)
-    np.testing.assert_array_equal(got, [total(strategy), strategy.num_replicas_in_sync])
-    assert isinstance(got, mpidist.Mirrored)
-
-
-def test_broadcast_to_gives_replica_0s_value(strategy):
-    got = strategy.extended.broadcast_to(strategy.extended.replica_id + 5, "CPU:0")
-    assert int(got) == 5
-
-
 def test_read_var(strategy):
     with strategy.scope():
         w = mpidist.Variable(3.0)

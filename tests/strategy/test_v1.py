@@ -121,25 +121,6 @@ def test_scalars_that_end_early_on_one_replica_are_an_error_on_all(strategy, ste
         iterator.get_next()
 
 
-def test_the_pages_input_fn_example(strategy):
-    def input_fn(input_context):
-        d = mpidist.Dataset.from_tensors(np.array([[1.0]])).repeat()
-        return d.shard(
-            input_context.num_input_pipelines, input_context.input_pipeline_id
-        )
-
-    def replica_fn(x):
-        return x + 1
-
-    with strategy.scope():
-        iterator = strategy.make_input_fn_iterator(input_fn)
-        for _ in range(3):
-            replica_results = strategy.extended.call_for_each_replica(
-                replica_fn, iterator.get_next()
-            )
-            np.testing.assert_array_equal(local(strategy, replica_results), [[2.0]])
-
-
 def test_a_training_loop_with_a_dataset_iterator(strategy):
     n = strategy.num_replicas_in_sync
     rows = np.arange(6.0 * n)

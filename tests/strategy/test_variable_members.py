@@ -1,7 +1,6 @@
 """What tf.Variable has besides values and assignments; NumPy is the oracle."""
 
 import gc
-import inspect
 
 import numpy as np
 import pytest
@@ -137,30 +136,6 @@ def test_aggregations_without_an_operation(bad):
 # Signatures
 
 
-def parameters(function):
-    return [
-        (p.name, None if p.default is p.empty else p.default)
-        for p in list(inspect.signature(function).parameters.values())[1:]
-    ]
-
-
-def test_signatures_are_tensorflows():
-    more = [("use_locking", False), ("name", None)]
-    for name, first in (("", "value"), ("_add", "delta"), ("_sub", "delta")):
-        found = parameters(getattr(mpidist.Variable, f"assign{name}"))
-        assert found == [(first, None), *more, ("read_value", True)]
-    kinds = ("add", "sub", "min", "max", "mul", "div", "update")
-    for name in (*(f"scatter_{kind}" for kind in kinds), "batch_scatter_update"):
-        found = parameters(getattr(mpidist.Variable, name))
-        assert found == [("sparse_delta", None), *more]
-    for kind in ("add", "sub", "update"):
-        found = parameters(getattr(mpidist.Variable, f"scatter_nd_{kind}"))
-        assert found == [("indices", None), ("updates", None), ("name", None)]
-    for name in ("gather_nd", "sparse_read"):
-        found = parameters(getattr(mpidist.Variable, name))
-        assert found == [("indices", None), ("name", None)]
-
-
 @pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
 def test_assignments_take_tensorflows_arguments(strategy, method):
     w = make(strategy, MEAN)
@@ -262,6 +237,3 @@ def test_bad_elements_on_one_rank_are_an_error_on_all(
         getattr(w, method)(*(arguments if is_last else good))
     np.testing.assert_array_equal(w, START)
     assert strategy.reduce("SUM", 1) == strategy.num_replicas_in_sync
-
-
-# Scatters in update

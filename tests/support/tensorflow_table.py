@@ -1,7 +1,8 @@
 """The table of TensorFlow's names in the manual, and what is true of them.
 
 `tensorflow_signatures.json` has the signatures of TensorFlow 2.21's public classes that
-have a counterpart here, as `inspect.signature` tells them; `docs/tensorflow.md` says of
+have a counterpart here, as `inspect.signature` tells them, and the names of their
+properties and members as "values"; `docs/tensorflow.md` says of
 each member whether it is the same here, differs, or is absent, and why.
 """
 
@@ -40,6 +41,9 @@ class Section(NamedTuple):
 def theirs() -> dict[str, Any]:
     """Return TensorFlow's signatures, by class and member, or of a function."""
     found: dict[str, Any] = json.loads(SIGNATURES.read_text())["signatures"]
+    for members in found.values():
+        if isinstance(members, dict):
+            members |= dict.fromkeys(members.pop("values", "").split(), "value")
     return found
 
 
@@ -80,7 +84,7 @@ def ours(here: str, member: str) -> str | None:
 
 def is_same(there: str, here: str | None) -> bool:
     """Return whether code that is written for the one signature fits the other."""
-    return there == here or (here == "value" and there in ("property", "value"))
+    return there == here
 
 
 def read_page() -> dict[str, Section]:

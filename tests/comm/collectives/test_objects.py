@@ -36,21 +36,8 @@ def same(found, expected):
 
 
 VALUES = [
-    None,
-    True,
-    -3,
-    1 << 100,
-    0.1,
-    -0.0,
-    math.inf,
-    math.nan,
-    1 - 2j,
-    "",
-    "ünï\n\0 text",
-    b"\0\xff",
-    [],
-    (),
-    {},
+    *(None, True, -3, 1 << 100, 0.1, -0.0, math.inf, math.nan, 1 - 2j),
+    *("", "ünï\n\0 text", b"\0\xff", [], (), {}),
     {"a": [1, (2.5, None)], 3: {"b": b"x"}, (1, "t"): [True], None: "n", 2.5: 1},
     np.arange(6.0).reshape(2, 3),
     np.float32(1.5),

@@ -1,10 +1,8 @@
 """Memory of results: large ones are used again once nobody refers to them."""
 
 import numpy as np
-import pytest
 
-from mpidist.comm.collectives.plans import Results, StepResults
-from mpidist.util.available_memory import LINE_BYTES
+from mpidist.comm.collectives.plans import Results
 
 LIKE = np.zeros(3, "f4")
 LARGE = 100_000  # of elements
@@ -22,39 +20,3 @@ def test_memory_of_a_large_result_is_used_again():
     assert address(results.empty(LARGE, LIKE)) != first  # a view is left
     del view
     assert address(results.empty(LARGE, LIKE)) == first
-
-
-@pytest.mark.parametrize("cls", [Results, StepResults])
-def test_shapes_and_dtypes(cls):
-    results = cls()
-    for size in (0, 1, 7, LARGE):
-        assert results.empty(size, LIKE).dtype == np.float32
-        assert results.empty(size, LIKE, "f8").dtype == np.float64
-        assert results.empty(size, LIKE).shape == (size,)
-
-
-def test_results_of_a_step_lie_behind_each_other():
-    results = StepResults()
-    results.begin(4 * LARGE, LIKE)
-    parts = [results.empty(size, LIKE, dtype) for size, dtype in ((7, "f8"), (9, "i2"))]
-    assert address(parts[1]) - address(parts[0]) == LINE_BYTES
-    large = results.empty(LARGE, LIKE)  # for which there is no more room
-    assert not any(np.shares_memory(large, part) for part in parts)
-    parts[0][...], parts[1][...] = 1, 2
-    assert parts[0].sum() == 7
-    assert parts[1].sum() == 18
-
-
-def test_the_next_step_has_other_memory_as_long_as_results_are_held():
-    results = StepResults()
-    results.begin(4 * LARGE, LIKE)
-    held = results.empty(10, LIKE)
-    results.end()
-    results.begin(4 * LARGE, LIKE)
-    other = results.empty(10, LIKE)
-    assert not np.shares_memory(held, other)
-    first = address(held)
-    del held
-    results.end()
-    results.begin(4 * LARGE, LIKE)
-    assert address(results.empty(10, LIKE)) == first

@@ -71,34 +71,6 @@ def test_lists_and_tuples_are_kinds_of_their_own(strategy, size):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("call", ["gather", "over axis", "scatter", "to all"])
-def test_another_dtype_of_one_rank_is_an_error_on_all(strategy, call):
-    rank = strategy.extended.replica_id
-
-    def make(dtype):
-        return np.ones(4 * strategy.num_replicas_in_sync, dtype)
-
-    def use(value):
-        if call == "gather":
-            return strategy.gather(value, 0)
-        if call == "over axis":
-            return strategy.reduce("SUM", value, axis=0)
-        name = "reduce_scatter" if call == "scatter" else "all_to_all"
-        arguments = ("SUM", value) if call == "scatter" else (value,)
-        return strategy.run(
-            lambda: getattr(mpidist.get_replica_context(), name)(*arguments)
-        )
-
-    for _ in range(3):
-        use(make("f8"))
-    use(make("f4"))
-    for _ in range(2):
-        with pytest.raises(mpidist.errors.MismatchError, match=r"float\d+.*float\d+"):
-            use(make("f4" if rank == 1 else "f8"))
-    use(make("f8"))
-
-
-@pytest.mark.mpi(min_size=2)
 def test_what_fails_on_one_rank_in_a_repeated_call_fails_on_all(strategy, rank):
     class Unreadable(dict):
         def __getitem__(self, key):

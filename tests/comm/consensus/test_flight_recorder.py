@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -294,9 +293,3 @@ def test_damaged_dumps_are_errors_that_name_the_file(tmp_path_factory, data):
             if "channel-0-rank-00000" in str(error):
                 raise DamagedError from error
             raise
-
-
-@pytest.mark.parametrize("name", ["MPIDIST_DUMPS", "MPIDIST_HANG_SECONDS"])
-def test_the_variable_is_documented(name):
-    page = Path(__file__).parents[3] / "docs" / "failures.md"
-    assert name in page.read_text()

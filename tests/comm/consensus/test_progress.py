@@ -34,13 +34,3 @@ def test_counters_that_trade_steps_differ() -> None:
         for a, b, c in itertools.product(range(20), repeat=3)
     }
     assert len(digests) == 20**3
-
-
-def test_a_removed_counter_leaves_nothing() -> None:
-    made = counters([("a", 3)])
-    digest = made.digest
-    made.add("b", 2)
-    assert made.describe() == {"a": "3", "b": "2"}
-    made.remove("b")
-    made.remove("b")
-    assert (made.digest, made.describe()) == (digest, {"a": "3"})

@@ -110,18 +110,6 @@ def test_threads_do_not_get_the_same_memory():
         assert all(pool.map(fill, range(4)))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "M8[us]", "U5", "i4,f8", ">c16", "?"])
-def test_buffers_of_any_dtype(dtype):
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    buffers = Buffers()
-    for shape in [(2, 3), (), (5,)]:
-        array = buffers.empty(shape, dtype)
-        assert (array.shape, array.dtype) == (shape, dtype)
-        assert array.flags.writeable
-        array[...] = np.zeros(shape, dtype)
-
-
 def test_buffers_of_objects_and_of_nothing_are_new():
     buffers = Buffers()
     assert buffers.empty((2,), np.dtype(object)).tolist() == [None, None]

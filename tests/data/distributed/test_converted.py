@@ -23,23 +23,6 @@ def test_a_loop_of_ones_own_sees_each_row_once(strategy, comm):
     assert all(np.array_equal(a["x"], local(strategy, b["x"])) for a, b in pairs)
 
 
-def test_its_iterator_continues_from_a_checkpoint(strategy, mpi_tmp_path):
-    dataset = Dataset.range(9).shuffle(seed=1).batch(2)
-
-    def start():
-        train = strategy.experimental_distribute_dataset(dataset)
-        batches = iter(mpidist.as_arrays(train))
-        return batches, mpidist.Checkpoint(strategy=strategy, batches=batches)
-
-    batches, checkpoint = start()
-    next(batches)
-    path = checkpoint.save(str(mpi_tmp_path / "ckpt"))
-    rest = [batch.tolist() for batch in batches]
-    restored, checkpoint = start()
-    checkpoint.restore(path)
-    assert [batch.tolist() for batch in restored] == rest
-
-
 @pytest.mark.parametrize("other", [3, [np.ones(3)], Dataset.range(4).batch(2)])
 def test_what_is_not_distributed_is_refused(other):
     """Each replica would read all rows."""

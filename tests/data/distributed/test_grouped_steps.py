@@ -41,12 +41,6 @@ def test_every_row_comes_once(strategy, path, monkeypatch, steps, depth, batch):
         assert rows_of(strategy, divided) == list(range(ROWS))
 
 
-def test_some_of_the_batches(strategy, path):
-    dataset = Dataset.from_hdf5(path, "x").batch(8).skip(3).take(9)
-    batches = list(strategy.experimental_distribute_dataset(dataset))
-    assert rows_of(strategy, batches) == list(range(24, 96))
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("behind", [1, 2, 5])
 def test_a_replica_behind_the_others_is_noticed_by_the_next_collective(

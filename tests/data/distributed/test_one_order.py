@@ -82,41 +82,6 @@ def test_an_order_that_a_rank_has_used_does_not_change(strategy, comm):
     assert sorted(distributed(strategy, comm, [free])) == list(range(60))
 
 
-@pytest.mark.parametrize("is_local", [False, True])
-def test_a_resumed_half_takes_the_other_half_along(strategy, comm, rows, is_local):
-    def start(data):
-        part = data.skip(40).batch(16)
-        return iter(part) if is_local else iter(divide(part))
-
-    def divide(part):
-        return strategy.experimental_distribute_dataset(part)
-
-    def rest(iterator):
-        if is_local:
-            return joined(lists(iterator))
-        return in_order(on_all_ranks(strategy, comm, iterator))
-
-    def make():
-        return rows.shuffle(ROWS, reshuffle_each_iteration=False).with_options(OFF)
-
-    before, after = make(), make()
-    if not is_local:
-        before, after = (x.with_options(Options()) for x in (before, after))
-    other = alone([before.take(40)]) if is_local else None
-    iterator = start(before)
-    next(iterator)
-    state, expected = iterator.get_state(), rest(iterator)
-    resumed = start(after)
-    resumed.set_state(state)
-    assert rest(resumed) == expected
-    if is_local:
-        assert alone([after.take(40)]) == other
-    else:
-        first = distributed(strategy, comm, [before.take(40)])
-        assert distributed(strategy, comm, [after.take(40)]) == first
-    assert rest(start(after))[16:] == expected
-
-
 def test_a_pickled_dataset_has_its_order(strategy, comm):
     data = numbers(60).shuffle(reshuffle_each_iteration=False)
     copied = pickle.loads(pickle.dumps(data))

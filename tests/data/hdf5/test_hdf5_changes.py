@@ -307,7 +307,6 @@ def write_rows(path, data, storage, folder):
         "contiguous": {},
         "gzip": {**chunks, "compression": "gzip", "shuffle": True},
         "lzf": {**chunks, "compression": "lzf"},
-        "scale-offset": {**chunks, "scaleoffset": 0},
     }
     parts = list(data.reshape(-1, 2))
     with h5py.File(path, "w", libver="latest") as file:
@@ -315,12 +314,6 @@ def write_rows(path, data, storage, folder):
             file.create_dataset("x", data=data, **direct[storage])
         elif storage == "compact":
             Recipe("compact").write(file, data)
-        elif storage == "raw file":
-            raw = [(str(folder / "a.raw"), 0, data.nbytes)]
-            file.create_dataset("x", data.shape, data.dtype, external=raw)[...] = data
-        elif storage == "link":
-            write_rows(folder / "other.h5", data, "lzf", folder)
-            file["x"] = h5py.ExternalLink("other.h5", "x")
         elif storage == "sources":
             layout = h5py.VirtualLayout(data.shape, data.dtype)
             for i, part in enumerate(parts):
@@ -344,39 +337,6 @@ def write_rows(path, data, storage, folder):
             kind = h5py.h5t.py_create(data.dtype)
             h5py.h5d.create(file.id, b"x", kind, space, properties)
     os.utime(path, (data[0], data[0]))  # some kernels' clocks are coarse
-
-
-STORAGES = ["contiguous", "gzip", "lzf", "scale-offset", "compact", "raw file", "link"]
-STORAGES += ["sources", "numbered sources"]
-
-
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("change", ["rewritten", "replaced"])
-def test_rows_that_are_kept_are_checked_as_rows_that_are_read(
-    strategy, comm, mpi_tmp_path, storage, change
-):
-    """An older dataset fails for good, a new one has the rows that are there now."""
-    path, older = mpi_tmp_path / "a.h5", []
-
-    def write(data):
-        names = [f for f in mpi_tmp_path.iterdir() if f.suffix in (".h5", ".raw")]
-        for name in names if change == "replaced" else ():
-            os.link(name, mpi_tmp_path / f"{name.name}-{data[0]}")  # keeps its rows
-            name.unlink()
-        write_rows(path, data, storage, mpi_tmp_path)
-
-    for k in range(3):
-        on_root(comm, write, np.arange(40) + 1000 * k)
-        for before in older:
-            failure_of(strategy, comm, lambda before=before: list(before))
-        expected = whole(path)
-        divided = divide(strategy, Dataset.from_hdf5(path, "x"), 10)
-        for _ in range(2):
-            for step, batch in enumerate(divided):
-                require_same(
-                    local(strategy, batch), slice_of(expected, strategy, step, 10)
-                )
-        older.append(divided)
 
 
 @pytest.mark.parametrize(
