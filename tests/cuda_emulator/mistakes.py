@@ -147,7 +147,7 @@ MISTAKES = [
         "        if slot.taken is not None:\n            stream.wait(slot.taken)\n"
         "        slot.leaves",
         "        slot.leaves",
-        (UPLOADS, "-k", "what_is_uploaded_arrives and cuda"),
+        (UPLOADS, "-k", "current_stream_may or belong_to or threads_upload"),
         ranks=1,
     ),
     Mistake(
