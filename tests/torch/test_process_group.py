@@ -402,7 +402,7 @@ def test_groups_that_are_destroyed_are_freed(rank, ranks):
             dist.all_reduce(total, group=group)
             dist.all_reduce(total, group=group, async_op=True).get_future().wait()
             sent = dist.isend(total, other, group=group)
-            dist.recv(total, (rank - 1) % ranks, group=group)
+            dist.recv(torch.empty(50_000), (rank - 1) % ranks, group=group)
             sent.wait()
             dist.destroy_process_group(group)
             del group, sent
