@@ -361,7 +361,11 @@ def test_one_of_many_sources_that_changes_within_an_epoch(
 def test_sources_of_a_copy(strategy, comm, tmp_path, change):
     """Each rank has a copy of all files; the last one's changes, or lacks a source."""
     data, path = np.arange(40), tmp_path / "a.h5"
-    write_rows(path, data, "sources", tmp_path)
+    if comm.rank == 0:
+        write_rows(path, data, "sources", tmp_path)
+    files = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    for name, content in comm.bcast(files).items():  # a file has the time of writing
+        (tmp_path / name).write_bytes(content)
     paths, source = [path, tmp_path / "19.h5"], tmp_path / "18.h5"
     divided = divide(strategy, Dataset.from_hdf5(paths, "x"), 42)
     if change == "rewritten":
