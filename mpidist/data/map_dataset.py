@@ -58,6 +58,8 @@ class Steps(abc.ABC):
     seed: Seed | None = None
     # Whether all epochs have the elements of the first one
     keeps_first_epoch = False
+    # Whether these are the rows of this replica's files
+    is_share = False
 
     @property
     @abc.abstractmethod
@@ -318,7 +320,9 @@ class SourceMapDataset(MapDataset):
 
     def shard_files(self, workers: int, worker: int) -> MapDataset:
         assert isinstance(self.source, FileSource)
-        return SourceMapDataset(self.source.shard_files(workers, worker))
+        share = SourceMapDataset(self.source.shard_files(workers, worker))
+        share.is_share = True
+        return share
 
     def replace_parents(self, change: Callable[[MapDataset], MapDataset]) -> MapDataset:
         return self

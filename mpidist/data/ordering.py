@@ -24,7 +24,7 @@ from mpidist.data.elements import (
     spec_of,
 )
 from mpidist.data.iter_dataset import IterDataset
-from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation
+from mpidist.data.map_dataset import Epoch, MapDataset, MapTransformation, walk
 from mpidist.data.shuffling import ChunkShuffle, Seed, divide_block
 from mpidist.data.sources import Positions
 from mpidist.errors import ArgumentError, DataError
@@ -62,7 +62,8 @@ class Shuffle(MapTransformation):
 
     def describe(self) -> str:
         arguments = f"{self.seed}, {self.reshuffle}, {self._window_chunks}"
-        if (block := self._block()) is not None:
+        is_share = any(step.is_share for step in walk(self))  # with a layout of its own
+        if not is_share and (block := self._block()) is not None:
             # A state does not fit another order
             stripes, chunks = divide_block(*block)
             arguments += f", {stripes} stripes of {chunks} chunks"

@@ -6,12 +6,13 @@ import h5py
 import hdf5_files
 import numpy as np
 import pytest
+from all_ranks import on_root
 from hdf5_files import Recipe, require_same, rows_of
 from hdf5_kinds import (
     PIPELINES,
 )
 
-from mpidist import Dataset
+from mpidist import AutoShardPolicy, Dataset, Options
 
 # Structures of names, and how to make them of what a list of three names gives
 STRUCTURES = {
@@ -81,3 +82,26 @@ def require_nest(found, expected):
             require_same(found[key], value)
     else:
         require_same(found, expected)
+
+
+def test_shuffled_files_of_which_some_ranks_have_empty_ones(
+    strategy, comm, mpi_tmp_path
+):
+    """How the rows are stored is not the same on all ranks."""
+    paths = [mpi_tmp_path / f"{i}.h5" for i in range(comm.size)]
+
+    def write():
+        for path in paths:
+            rows = np.arange(40 if path == paths[0] else 0)
+            with h5py.File(path, "w") as file:
+                storage = {"chunks": (8,), "maxshape": (None,), "compression": "gzip"}
+                file.create_dataset("x", data=rows, **storage)
+
+    on_root(comm, write)
+    dataset = Dataset.from_hdf5(paths, "x").shuffle(seed=1, window_chunks=3).batch(8)
+    dataset = dataset.with_options(Options(AutoShardPolicy.FILE))
+    found = [
+        strategy.gather(batch, axis=0)
+        for batch in strategy.experimental_distribute_dataset(dataset)
+    ]
+    assert sorted(np.concatenate(found)) == list(range(40))
