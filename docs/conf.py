@@ -22,7 +22,8 @@ from mpidist.comm.consensus import public_calls  # noqa: E402
 PUBLIC_TYPES = [kind for kind in public_names().values() if isinstance(kind, type)]
 for kind in {base for public in PUBLIC_TYPES for base in public.__mro__}:
     for name, method in list(vars(kind).items()):
-        if getattr(method, "__globals__", None) is vars(public_calls):
+        code = getattr(method, "__code__", None)
+        if code is not None and code.co_filename == public_calls.FILE:
             setattr(kind, name, method.__wrapped__)
 
 project = "mpidist"

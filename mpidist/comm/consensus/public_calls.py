@@ -115,14 +115,14 @@ def announcing(
         **{"_missed": _missed, "_ticket": tickets.__next__, "_depth": depth},
         **{"_find": find, "_method": method, "_escaped": escaped},
     }
-    exec(compile(source, _FILE, "exec"), names)
+    exec(compile(source, FILE, "exec"), names)
     call: Any = names["call"]
     call.__defaults__, call.__kwdefaults__ = method.__defaults__, method.__kwdefaults__
     return functools.wraps(method)(call)
 
 
 _SCOPE = ("__enter__", "__exit__")
-_FILE = os.path.join(os.path.dirname(__file__), "text in public_calls.py")
+FILE = os.path.join(os.path.dirname(__file__), "text in public_calls.py")
 # A text, with the method's own parameters: `*args, **kwargs` take 0.3 us in each call
 _CALL = string.Template("""
 def call($parameters):
