@@ -26,13 +26,14 @@ class _Missed:
     error: BaseException | None = None
     find: Callable[[Any], Consensus]
     of: Any
-    limit: int  # of the recursion; 0 if it was not changed
+    limit = 0  # of the recursion; 0 if it was not changed
 
     def leave(self) -> None:
         """Mark its strategy as broken, on all ranks."""
         error, self.error = self.error, None
-        if self.limit:
-            sys.setrecursionlimit(self.limit)
+        limit, self.limit = self.limit, 0
+        if limit:
+            sys.setrecursionlimit(limit)
         consensus = self.find(self.of)
         self.of = None
         if error is not None and not consensus.is_known(error, -1):
@@ -86,16 +87,18 @@ def announcing(
         self: Any, error: BaseException, since: int | None, depth: int | None
     ) -> None:
         """Announce an error; remove the caller's frame from its traceback."""
-        _missed.limit = limit = add_frames(error)
+        limit = 0
         try:
+            limit = add_frames(error)
             if is_local is None or not is_local(self, name):
                 _announce(find, self, name, error, since, depth)
             if limit:
                 sys.setrecursionlimit(limit)
-            _missed.limit = 0
-        finally:
-            if after is not None:
-                after(self, name, error)
+        except RecursionError:  # nothing can be called here
+            _missed.find, _missed.of, _missed.error = find, self, error
+            _missed.limit = limit or _missed.limit
+        if after is not None:
+            after(self, name, error)
         trace = error.__traceback__
         if trace is not None and trace.tb_next is not None:
             # Tracebacks show one frame of this package
@@ -135,7 +138,7 @@ def call($parameters):
     except BaseException as _error:
         try:
             _escaped($first, _error, _since, _before)
-        except RecursionError:  # nothing can be called here
+        except RecursionError:  # as in it
             _missed.find, _missed.of, _missed.error = _find, $first, _error
         raise
 """)
