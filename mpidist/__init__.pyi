@@ -61,11 +61,11 @@ from mpidist.options import (
     InputOptions as InputOptions,
     InputReplicationMode as InputReplicationMode,
     Options as Options,
-    ReduceOp as ReduceOp,
     RunOptions as RunOptions,
     VariableAggregation as VariableAggregation,
     VariableSynchronization as VariableSynchronization,
 )
+from mpidist.reductions import ReduceOp as ReduceOp
 from mpidist.resilience.elastic import run_elastic as run_elastic
 from mpidist.resilience.preemption import (
     PreemptionCheckpointHandler as PreemptionCheckpointHandler,

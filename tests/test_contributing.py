@@ -78,6 +78,7 @@ def test_there_are_the_examples_that_the_page_promises():
     assert list(PARTS) == [
         "Adding a collective",
         "Adding a transport",
+        "Adding a reduction",
         "Adding a data source",
         "Adding a doctor's check",
     ]

@@ -18,7 +18,17 @@ FIRST, *PARTS = re.split(r"^### ", PAGE.read_text(), flags=re.M)
 ANSWERS = {part.partition("\n")[0]: BLOCK.findall(part) for part in PARTS}
 PREFACE = BLOCK.findall(FIRST)
 OPTIONAL = {
-    *("torch", "jax", "flax", "equinox", "optax", "pandas", "hdf5plugin", "sklearn")
+    *(
+        "torch",
+        "jax",
+        "flax",
+        "equinox",
+        "optax",
+        "pandas",
+        "hdf5plugin",
+        "sklearn",
+        "zarr",
+    )
 }
 # Answers that may be executed on one of the ranks alone
 TRAINING = PAGE.read_text().partition("## Train\n")[2].partition("\n## ")[0]
@@ -67,6 +77,10 @@ def write_files():
 
         frame = pandas.DataFrame({"width": X[:, 0], "height": X[:, 1]})
         frame.to_parquet("rows.parquet")
+    if importlib.util.find_spec("zarr"):
+        import zarr
+
+        zarr.save_array("images.zarr", X)
     if importlib.util.find_spec("hdf5plugin"):
         import hdf5plugin
 

@@ -17,6 +17,7 @@ ROOMS = [
     "errors",
     "util",
     "options",
+    "reductions",
     "values",
     "context",
     "launch",

@@ -33,8 +33,8 @@ def test_a_reduce_op_is_named_in_any_case(op, upper):
 def test_other_names_of_reduce_ops_are_refused(name):
     with pytest.raises(mpidist.ArgumentError) as info:
         ReduceOp.parse(name)
-    known = "'SUM', 'MEAN', 'MIN', 'MAX' or 'PRODUCT'"
-    assert str(info.value) == f"reduce_op must be {known}, not {name!r}"
+    known = "SUM, MEAN, MIN, MAX, PRODUCT"
+    assert str(info.value) == f"reduce_op must be one of {known}, not {name!r}"
 
 
 @pytest.mark.parametrize("op", [None, 0, b"SUM", ["SUM"], VariableAggregation.SUM])

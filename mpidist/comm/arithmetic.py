@@ -5,7 +5,6 @@ Nothing here communicates.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,12 +12,11 @@ import numpy as np
 
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, DTypeError
-from mpidist.options import ReduceOp
+from mpidist.reductions import ReduceOp
 from mpidist.util.dtypes import (
     accumulator_dtype,
     foreign,
     is_integer,
-    mean_dtype,
     traits,
 )
 
@@ -26,18 +24,12 @@ from mpidist.util.dtypes import (
 Empty = Callable[[int, Any, Any], Any]
 # Numbers that are converted or checked at a time, with memory for so many only
 _BLOCK = 8192
-# SUM and MEAN are absent: they go through `add_in_order`, which can widen.
-_COMBINE: dict[ReduceOp, np.ufunc] = {
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-    ReduceOp.PRODUCT: np.multiply,
-}
 
 
 def require_reducible(op: ReduceOp, dtype: np.dtype[Any], name: str) -> None:
     """Raise a DTypeError if values of `dtype` cannot be reduced by `op`."""
     accumulator_dtype(dtype, name)
-    if traits(dtype).family == "complex" and op in (ReduceOp.MIN, ReduceOp.MAX):
+    if op.rule.orders and traits(dtype).family == "complex":
         raise DTypeError(
             f"{name} has dtype {dtype.name}: complex numbers have no order, so "
             f"{op.name} is not defined; reduce their absolute values, or real and "
@@ -52,7 +44,7 @@ def dtypes_to_add(
 
     float16 and bfloat16 are added in float32, the mean of integers in float64.
     """
-    out = [mean_dtype(d) if op is ReduceOp.MEAN else d for d in dtypes]
+    out = list(map(op.rule.result, dtypes))
     return out, list(map(accumulator_dtype, out))
 
 
@@ -75,7 +67,7 @@ def finish(
       narrow: the numbers of those whose result is narrower, and memory for it.
       ranks: how many there are.
     """
-    if op is ReduceOp.MEAN:
+    if op.rule.divides:
         # In place: the totals are ours, so a mean costs no second array.
         # CuPy's own kernels take float32 below 1.2e-38 for 0, NumPy does not
         for total in totals:
@@ -103,7 +95,7 @@ def result_bytes(
     op: ReduceOp, dtype: np.dtype[Any], size: int, compression: str | None
 ) -> tuple[int, int]:
     """Return the bytes of an array's total, and those that `finish` allocates."""
-    out = mean_dtype(dtype) if op is ReduceOp.MEAN else dtype
+    out = op.rule.result(dtype)
     # Totals of float16 and bfloat16 are float32, and become narrow in `finish`
     total = accumulator_dtype(wire_dtype(out, compression))
     return size * total.itemsize, 0 if total == out else size * out.itemsize
@@ -119,116 +111,87 @@ def wire_dtype(dtype: np.dtype[Any], compression: str | None) -> np.dtype[Any]:
 
 
 def bound_bytes(op: ReduceOp, values: Sequence[Any]) -> int:
-    """Return how many bytes of a page `to_add`'s arrays take, or a few more."""
-    width = 8 if op is ReduceOp.MEAN else 4  # a mean of integers is one of float64
-    sizes = [a.size * max(a.dtype.itemsize, width) for a in values]
+    """Return how many bytes of a page `to_add`'s arrays take."""
+    _, sends = dtypes_to_add(op, [a.dtype for a in values])
+    sizes = [a.size * dtype.itemsize for a, dtype in zip(values, sends)]
     # Each array of a page begins at a multiple of 16 bytes, hence the rounding up.
     return sum(-(-size // 16) * 16 for size in sizes)
 
 
-def add_in_order(parts: Sequence[Any], out: Any = None) -> Any:
-    """Return the sum of arrays, new or in `out`; a single array is returned itself.
+def combine_in_order(combine: np.ufunc, parts: Sequence[Any], out: Any = None) -> Any:
+    """Return the reduction of arrays, new or in `out`, formed in the dtype of that.
 
-    The sum is formed in the dtype of `out`.
+    A single array is returned itself if there is no `out`.
     """
     # One rank: no copy. Callers that hand the result to a user copy it themselves.
-    if len(parts) == 1 and out is None:
-        return parts[0]
-    if out is None:
-        total = np.add(parts[0], parts[1])
-        if not parts[0].ndim:  # then NumPy returns a scalar, which cannot be changed
-            total = np.asarray(total)
+    if len(parts) == 1:
+        if out is None:
+            return parts[0]
+        out[...] = parts[0]
+        return out
+    if out is not None:
+        total = combine(parts[0], parts[1], out=out, dtype=out.dtype)
     else:
-        total = np.add(parts[0], parts[1], out=out, dtype=out.dtype)
+        total = combine(parts[0], parts[1])
+        if not parts[0].ndim:  # then NumPy returns a scalar, which cannot be changed
+            total = arrays.namespace(parts[0]).asarray(total)
     # Left to right, rank 0 first: the last bit of a float total then depends on the
     # order of the ranks alone, and not on packs or on timing.
     for part in parts[2:]:
-        np.add(total, part, out=total)
+        combine(total, part, out=total)
     return total
 
 
-def combine_in_order(op: ReduceOp, parts: Sequence[Any], out: Any = None) -> Any:
-    """Return MIN, MAX or PRODUCT of arrays, new or in `out`.
-
-    A single array is returned itself. A product of integers that overflows is found by
-    `check_product` afterwards.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    combine = functools.partial(_COMBINE[op], out=out)
-    result = functools.reduce(combine, parts)
-    return arrays.namespace(parts[0]).asarray(result)  # NumPy's may be a scalar
-
-
-def check_product(pair: tuple[Any, Sequence[Any]], name: str) -> Any:
-    """Return the product of all ranks' arrays; raise if integers have overflowed.
-
-    Arguments and errors: see `check_sum`.
-    """
-    product, parts = pair
-    if not is_integer(product.dtype):
-        return product
-    # float64 has room for any overflow of 64-bit integers, so comparing magnitudes
-    # shows it.
-    rough = rough_product([a.astype(np.float64) for a in parts])
-    require_fit(product, rough, f"the product of {name} over all replicas")
-    return product
-
-
-def rough_product(parts: Sequence[Any]) -> Any:
-    """Return the product of arrays of float64 that stand for integers."""
-    return _without_nan(combine_in_order(ReduceOp.PRODUCT, parts))
-
-
-def _without_nan(rough: Any) -> Any:
-    """Return products of integers in float64, with 0 for infinity times 0."""
-    # NaN is the only value unequal to itself. infinity * 0 arises where one factor
-    # overflowed float64 and another one is 0: the exact product is 0 then.
-    return arrays.namespace(rough).where(rough == rough, rough, 0.0)
-
-
-def is_integer_sum(op: ReduceOp, dtypes: Sequence[np.dtype[Any]]) -> bool:
-    """Return whether a reduction to these dtypes may overflow, as integers do."""
-    return op is ReduceOp.SUM and any(map(is_integer, dtypes))
+def add_in_order(parts: Sequence[Any], out: Any = None) -> Any:
+    """Return the sum of arrays, see `combine_in_order`."""
+    return combine_in_order(np.add, parts, out)
 
 
 def may_not_fit(op: ReduceOp, dtypes: Sequence[np.dtype[Any]]) -> bool:
     """Return whether a reduction of these dtypes may overflow."""
-    is_risky = op is ReduceOp.SUM or op is ReduceOp.PRODUCT
-    return is_risky and any(map(is_integer, dtypes))
+    return bool(op.rule.overflow) and any(map(is_integer, dtypes))
 
 
-def may_overflow(array: Any, ranks: int) -> bool:
-    """Return whether integers are so large that a sum over all ranks may not fit."""
+def may_overflow(op: ReduceOp, array: Any, ranks: int) -> bool:
+    """Return whether integers are so large that results of all ranks may not fit."""
     if not is_integer(array.dtype) or not array.size:
         return False
-    # If no rank's element exceeds max / ranks, the total fits whatever the signs are;
-    # so most sums need no second check.
-    bound = np.iinfo(array.dtype).max // ranks
+    # So most reductions need no second check
+    bound = op.rule.bound(int(np.iinfo(array.dtype).max), ranks)
     return bool(array.max() > bound or array.min() < -bound)
 
 
-def check_sum(pair: tuple[Any, Sequence[Any]], name: str) -> Any:
-    """Return the sum of all ranks' arrays; raise if integers have overflowed.
+def check(op: ReduceOp, pair: tuple[Any, Sequence[Any]], name: str) -> Any:
+    """Return the reduction of all ranks' arrays; raise if integers have overflowed.
 
     Args:
-      pair: the sum, and the arrays.
+      op: the reduction.
+      pair: its result, and the arrays.
       name: of the value, for messages.
 
     Raises:
       ArgumentError: see `require_fit`.
     """
     total, parts = pair
-    if not is_integer(total.dtype):
-        return total
-    # One number: Python's integers are exact, and faster than two arrays.
-    if total.size == 1 and sum([part.item() for part in parts]) == total.item():
-        return total
-    rough = add_in_order(parts, np.empty(total.shape, np.float64))
-    # Comparing bytes is fastest for small arrays; sums above 2**53 are rounded
-    if rough.tobytes() != total.astype(np.float64).tobytes():
-        require_fit(total, rough, f"the sum of {name} over all replicas")
+    if op.rule.overflow and is_integer(total.dtype):
+        # float64 has room for any overflow of 64-bit integers, so that comparing
+        # magnitudes shows it
+        rough = arrays.namespace(total).empty(total.shape, np.float64)
+        rough = _without_nan(combine_in_order(op.rule.combine, parts, rough))
+        require_fit(total, rough, f"the {op.rule.overflow} of {name} over all replicas")
     return total
+
+
+def combine_rough(op: ReduceOp, parts: Sequence[Any]) -> Any:
+    """Return the reduction of arrays of float64 that stand for integers."""
+    return _without_nan(combine_in_order(op.rule.combine, parts))
+
+
+def _without_nan(rough: Any) -> Any:
+    """Return reductions of integers in float64, with 0 for infinity times 0."""
+    # NaN is the only value unequal to itself. infinity * 0 arises where one factor
+    # overflowed float64 and another one is 0: the exact product is 0 then.
+    return arrays.namespace(rough).where(rough == rough, rough, 0.0)
 
 
 def require_fit(total: Any, rough: Any, what: str) -> None:
@@ -259,83 +222,38 @@ def require_fit(total: Any, rough: Any, what: str) -> None:
     )
 
 
-def sum_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
-    """Return this rank's sum over `axes`, wide and in C order.
+def over_axes(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
+    """Return this rank's reduction over `axes`, wide and in C order.
 
-    Sums of 64-bit integers may have overflowed: see `rough_sum_over`.
+    Those of integers may have overflowed: see `rough_over_axes`.
     """
-    return _sum_in(_wide(op, array.dtype), array, axes)
+    wide = op.rule.wide(array.dtype)
+    total = op.rule.along(array, axes, wide)
+    return contiguous(arrays.namespace(array).asarray(total), wide)
 
 
-def rough_sum_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
-    """Return the result of `sum_over` in float64 if it may overflow, else None."""
-    # Narrower integers are added up in 64 bits, and `narrow` checks the total.
-    if op is ReduceOp.SUM and is_integer(array.dtype) and array.dtype.itemsize == 8:
-        return _sum_in(np.dtype(np.float64), array, axes)
-    return None
-
-
-def combine_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
-    """Return this rank's MIN, MAX or PRODUCT over `axes`, in an axis of its own.
-
-    It comes first, and has length 1; or 0 if there is no MIN or MAX of no elements.
-    Products are wide, and those of integers may have overflowed: see
-    `rough_product_over`.
-    """
-    xp = arrays.namespace(array)
-    if op is ReduceOp.PRODUCT:
-        wide = _wide(ReduceOp.SUM, array.dtype)
-        return xp.asarray(array.prod(axis=axes, dtype=wide))[None]
-    wide = accumulator_dtype(array.dtype)
-    # NumPy raises for MIN of nothing. This rank contributes no row instead, and only if
-    # all ranks do is there an error, raised on all of them.
-    if any(array.shape[i] == 0 for i in axes):
-        shape = [n for i, n in enumerate(array.shape) if i not in axes]
-        return xp.empty((0, *shape), wide)
-    extreme = array.min(axis=axes) if op is ReduceOp.MIN else array.max(axis=axes)
-    return xp.asarray(extreme).astype(wide)[None]
-
-
-def rough_product_over(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
-    """Return the result of `combine_over` in float64 if it may overflow, else None."""
-    if op is not ReduceOp.PRODUCT or not is_integer(array.dtype):
+def rough_over_axes(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
+    """Return the result of `over_axes` in float64 if it may overflow, else None."""
+    rule, dtype = op.rule, array.dtype
+    is_risky = rule.overflow and dtype.itemsize >= rule.narrowest and is_integer(dtype)
+    if not is_risky:
         return None
-    product = array.prod(axis=axes, dtype=np.float64)
-    return _without_nan(arrays.namespace(array).asarray(product))[None]
+    rough = np.dtype(np.float64)
+    total = arrays.namespace(array).asarray(rule.along(array, axes, rough))
+    return contiguous(_without_nan(total), rough)
 
 
-def _sum_in(wide: np.dtype[Any], array: Any, axes: tuple[int, ...]) -> Any:
-    total = arrays.namespace(array).asarray(array.sum(axis=axes, dtype=wide))
-    return contiguous(total, wide)
-
-
-def _wide(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which sums over an axis are formed.
-
-    It is NumPy's for the mean of 64-bit integers, whose sum need not fit.
-    """
-    # Sums of 8 to 32 bits cannot overflow 64 bits before 2**31 elements were added.
-    if is_integer(dtype) and (op is ReduceOp.SUM or dtype.itemsize < 8):
-        return np.dtype(f"{dtype.kind}8")
-    return np.result_type(mean_dtype(dtype), np.float64)
-
-
-def mean_of(total: Any, length: int, dtype: np.dtype[Any]) -> Any:
-    """Return a total divided by the number of elements; nan for none."""
-    mean = total / np.float64(length)
-    return mean.astype(mean_dtype(dtype), copy=False)
-
-
-def narrow(sums: tuple[Any, Any, np.dtype[Any]], name: str, what: str = "sum") -> Any:
-    """Return a total in the dtype of the reduced value; integers must fit.
+def narrow(op: ReduceOp, sums: tuple[Any, Any, np.dtype[Any]], name: str) -> Any:
+    """Return a reduction over axes in the dtype of the result; integers must fit.
 
     Args:
-      sums: the total, what it is in float64 where its own dtype may have overflowed
-        (see `rough_sum_over`), and the dtype.
+      op: the reduction.
+      sums: its wide result, the same in float64 where that may have overflowed (see
+        `rough_over_axes`), and the dtype.
       name: of the value, for messages.
-      what: the total is.
     """
     total, rough, dtype = sums
+    what = op.rule.overflow
     if rough is not None:
         require_fit(total, rough, f"the {what} of {name}")
     # The same check on all ranks: they have the same total, so all raise or none does.

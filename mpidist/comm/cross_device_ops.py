@@ -25,7 +25,8 @@ from mpidist.comm.transports.base import Transport
 from mpidist.comm.transports.staging import StagingTransport
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ContextError, LaunchError
-from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationOptions
+from mpidist.reductions import ReduceOp
 from mpidist.util import nest, validation
 from mpidist.util.representation import one_line
 from mpidist.values import ArrayView, DistributedValues, Mirrored, PerReplica

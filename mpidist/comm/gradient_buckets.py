@@ -31,7 +31,8 @@ from mpidist.errors import (
     CollectiveError,
     ContextError,
 )
-from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationOptions
+from mpidist.reductions import ReduceOp
 from mpidist.util import nest, validation
 from mpidist.util.available_memory import LINE_BYTES
 from mpidist.util.dtypes import accumulator_dtype

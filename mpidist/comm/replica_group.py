@@ -41,7 +41,8 @@ from mpidist.comm.transports.tuning import (
 from mpidist.device import arrays
 from mpidist.device.binding import use_gpu
 from mpidist.errors import CollectiveError, MismatchError
-from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationOptions
+from mpidist.reductions import ReduceOp
 from mpidist.util import logs, nest, validation
 from mpidist.util.available_memory import as_text
 from mpidist.util.buffers import Field

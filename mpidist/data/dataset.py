@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist.data import batching, caching, combining, ordering
+from mpidist.data.array_files import ArrayFiles
 from mpidist.data.elements import as_element, stack
 from mpidist.data.iter_dataset import UNKNOWN_CARDINALITY, GeneratorDataset, IterDataset
 from mpidist.data.iterator import (
@@ -33,7 +34,7 @@ from mpidist.data.map_dataset import (
     SourceMapDataset,
     drawn_seeds,
 )
-from mpidist.data.sources import ArrayRows, RangeRows
+from mpidist.data.sources import ArrayRows, IndexedSource, RangeRows
 from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpidist.hdf5.files import check_names, is_one_path, list_files
 from mpidist.hdf5.read import Hdf5Rows
@@ -217,6 +218,39 @@ class Dataset(metaclass=_DatasetType):
         paths, names = list_files(files), check_names(datasets)
         rows = Hdf5Rows(paths, names, allow, may_be_part=is_one_path(files))
         return Dataset(SourceMapDataset(rows))
+
+    @staticmethod
+    def from_files(
+        files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        open_file: Callable[[str], Any],
+    ) -> Dataset:
+        """Return a dataset of the rows of files of any format, file after file.
+
+        Args:
+          files: see `from_hdf5`. A path may be a folder, as that of a Zarr array.
+          open_file: called with a path, returns an array `(rows, *shape)`, or a tuple
+            or dict of several. They are read later, by slices along the first
+            dimension: a memory map of NumPy, or an array of Zarr, netCDF4 or h5py.
+            If there is an attribute `chunks`, whole chunks are read, and kept for the
+            rows that a shuffled dataset takes next. Called on one rank for each file
+            when a dataset is distributed, and on each rank that reads from the file.
+
+        HDF5 is read faster by `from_hdf5`, which also notices more kinds of damage.
+
+        Raises, when the dataset is first used:
+          DataError: a file is missing, cannot be opened, has changed since its rows
+            were counted, or its arrays do not match each other or those of other
+            files. Changes inside of folders, such as those of Zarr, are not noticed.
+
+        Example:
+          >>> np.save("rows.npy", np.arange(6.0).reshape(3, 2))
+          >>> data = mpidist.Dataset.from_files("rows.npy", np.load)
+          >>> print(*data.batch(2))
+          [[0. 1.]
+           [2. 3.]] [[4. 5.]]
+        """
+        function = validation.function("open_file", open_file)
+        return Dataset(SourceMapDataset(ArrayFiles(list_files(files), function)))
 
     @staticmethod
     def zip(*args: Any, datasets: Any = None, name: str | None = None) -> Dataset:
@@ -775,7 +809,9 @@ def require_end(cardinality: int, call: str) -> None:
 def rows_are_known(pipeline: MapDataset | IterDataset) -> bool:
     """Return whether the number of rows is known without opening a file."""
     return isinstance(pipeline, MapDataset) and all(
-        source.is_indexed for source in pipeline.sources if isinstance(source, Hdf5Rows)
+        source.is_indexed
+        for source in pipeline.sources
+        if isinstance(source, IndexedSource)
     )
 
 
@@ -783,7 +819,7 @@ def summarize(pipeline: MapDataset | IterDataset) -> str:
     """Return the rows, batches and files, as far as known without opening a file."""
     files, parts = pipeline.file_count, []
     if files:
-        parts.append(counted(files, "HDF5 file"))
+        parts.append(counted(files, "file"))
     if rows_are_known(pipeline):
         assert isinstance(pipeline, MapDataset)
         parts.append(counted(sum(map(len, pipeline.sources)), "row"))

@@ -79,6 +79,10 @@ class IndexedSource(RowSource, Protocol):
     def file_count(self) -> int:
         """The number of files."""
 
+    @property
+    def is_indexed(self) -> bool:
+        """Whether the rows are counted already, so that `len` opens no file."""
+
     def identify(self) -> str:
         """Return the names of files and datasets, without opening a file."""
 

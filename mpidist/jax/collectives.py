@@ -26,7 +26,8 @@ from mpidist.jax.runtime import (
     require_dispatch,
     trace_state_clean,
 )
-from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationOptions
+from mpidist.reductions import ReduceOp
 from mpidist.util import validation
 from mpidist.util.dtypes import digits
 
@@ -260,12 +261,9 @@ def _bind(leaves: Sequence[Any], call: _Call) -> list[Any]:
 def _shapes(args: Sequence[Any], call: _Call) -> list[jax.ShapeDtypeStruct]:
     """Return the shapes and dtypes of results. An all_gather stacks its arguments."""
     front = (call.strategy.num_replicas_in_sync,) if call.name == "all_gather" else ()
-    is_mean = call.op is ReduceOp.MEAN
-
-    def dtype_of(arg: Any) -> Any:
-        return mean_dtype(arg.dtype) if is_mean else arg.dtype
-
-    return [jax.ShapeDtypeStruct((*front, *a.shape), dtype_of(a)) for a in args]
+    dtypes = [call.op.rule.result(a.dtype) if call.op else a.dtype for a in args]
+    shapes = [(*front, *a.shape) for a in args]
+    return list(map(jax.ShapeDtypeStruct, shapes, dtypes))
 
 
 def _communicate(call: _Call, shapes: Sequence[Any], args: Sequence[Any]) -> list[Any]:

@@ -232,9 +232,9 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Callable[..., 
 
     Example:
       >>> @mpidist.jax.jit
-      ... def mean_of(x):
+      ... def average(x):
       ...     return mpidist.jax.all_reduce("MEAN", x, strategy=strategy)
-      >>> mean_of(jnp.ones(2))
+      >>> average(jnp.ones(2))
       Array([1., 1.], dtype=float32)
     """
     if fun is None:

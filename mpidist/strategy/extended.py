@@ -17,7 +17,8 @@ from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.context import enter, get_strategy, require_cross_replica
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError, ContextError, MismatchError
-from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationOptions
+from mpidist.reductions import ReduceOp
 from mpidist.strategy.variables import Variable
 from mpidist.util import validation
 from mpidist.util.representation import one_line

@@ -16,7 +16,7 @@ from mpidist.comm.topology import job_size
 from mpidist.context import set_default_strategy
 from mpidist.monitor.statistics import report_at_end
 from mpidist.monitor.timeline import start_by_environment
-from mpidist.options import ReduceOp
+from mpidist.reductions import ReduceOp
 from mpidist.strategy.replica_context import DefaultReplicaContext
 from mpidist.strategy.v1 import StrategyExtendedV1, StrategyV1
 from mpidist.util.representation import html_table

@@ -9,7 +9,8 @@ from mpidist import context
 from mpidist.comm.consensus.public_calls import announce_errors
 from mpidist.context import is_current
 from mpidist.errors import ContextError
-from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationOptions
+from mpidist.reductions import ReduceOp
 from mpidist.util import near_misses
 from mpidist.util.nest import Nest
 from mpidist.util.tracebacks import fold

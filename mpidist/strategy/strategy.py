@@ -19,7 +19,8 @@ from mpidist.errors import ContextError
 from mpidist.launch.slurm import SlurmClusterResolver, below_srun
 from mpidist.monitor.statistics import statistics
 from mpidist.monitor.timeline import timeline
-from mpidist.options import CommunicationOptions, InputOptions, ReduceOp, RunOptions
+from mpidist.options import CommunicationOptions, InputOptions, RunOptions
+from mpidist.reductions import ReduceOp
 from mpidist.strategy.extended import StrategyExtended
 from mpidist.strategy.replica_context import ReplicaContext
 from mpidist.strategy.variables import Variable

@@ -43,7 +43,8 @@ from mpidist.errors import (
     ContextError,
     UnsupportedError,
 )
-from mpidist.options import ReduceOp, VariableAggregation, VariableSynchronization
+from mpidist.options import VariableAggregation, VariableSynchronization
+from mpidist.reductions import ReduceOp
 from mpidist.strategy import assignment
 from mpidist.strategy.assignment import batch_indices, row_indices
 from mpidist.util import nest, validation
@@ -512,7 +513,7 @@ class Variable(ArrayView, DistributedValues):
         """Return the replicas' arrays combined by the aggregation. Collective."""
         if self._aggregation is _FIRST:
             return self._extended.broadcast_from_first(call, value)
-        op = ReduceOp.SUM if self._aggregation is _SUM else ReduceOp.MEAN
+        op = ReduceOp.from_variable_aggregation(self._aggregation)
         return self._extended.reduce(call, op, value)
 
     def _refuse_to_combine(self, call: str) -> NoReturn:

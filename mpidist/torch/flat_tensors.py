@@ -17,7 +17,7 @@ from mpidist.errors import (
     DTypeError,
     UnsupportedError,
 )
-from mpidist.options import ReduceOp
+from mpidist.reductions import ReduceOp
 from mpidist.torch import compat
 from mpidist.util.dtypes import dtype_of, is_integer
 

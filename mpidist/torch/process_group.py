@@ -33,7 +33,7 @@ from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.signatures import CallSignature, skip_folder
 from mpidist.comm.replica_group import ReplicaGroup
 from mpidist.errors import ArgumentError, ContextError, MismatchError
-from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationImplementation, CommunicationOptions
 from mpidist.strategy.strategy import Strategy
 from mpidist.torch import compat, devices
 from mpidist.torch.flat_tensors import FlatTensor, Reduction, concatenate, output_of
@@ -224,7 +224,7 @@ class Operations:
                 self._pick().allreduce([array], total.array, self._deadline())
             else:
                 total.array[...] = array
-            if known is ReduceOp.MEAN:
+            if known.rule.divides:
                 total.array /= self._size
             return
         named = f"{name} of {op.name}{''.join(f', {k} {v}' for k, v in fields)}"

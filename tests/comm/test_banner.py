@@ -48,7 +48,7 @@ def test_it_says_what_happens_if_a_rank_dies(strategy, monkeypatch):
     [
         (
             lambda folder: mpidist.Dataset.from_hdf5(f"{folder}/*.h5", ["x"]).batch(64),
-            "2 HDF5 files, 1,005 rows, 16 steps, 64 rows in each, 32 for a replica",
+            "2 files, 1,005 rows, 16 steps, 64 rows in each, 32 for a replica",
         ),
         (
             lambda _: mpidist.Dataset.range(1).batch(3),
@@ -68,8 +68,7 @@ def test_it_says_what_happens_if_a_rank_dies(strategy, monkeypatch):
                 .batch(64)
                 .with_options(mpidist.Options(mpidist.AutoShardPolicy.FILE))
             ),
-            "1 HDF5 file, 500 rows, 16 steps, on replica 0; each replica reads its own "
-            "data",
+            "1 file, 500 rows, 16 steps, on replica 0; each replica reads its own data",
         ),
     ],
 )

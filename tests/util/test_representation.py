@@ -48,10 +48,10 @@ def test_no_file_is_opened_for_a_repr(tmp_path):
         file["x"] = np.arange(6)
     data = mpidist.Dataset.from_hdf5(path, "x").batch(4)
     path.rename(tmp_path / "hidden.h5")
-    assert repr(data) == "<Dataset: 1 HDF5 file, rows not counted yet, batches of 4>"
+    assert repr(data) == "<Dataset: 1 file, rows not counted yet, batches of 4>"
     (tmp_path / "hidden.h5").rename(path)
     assert len(data) == 2
-    assert repr(data) == "<Dataset: 1 HDF5 file, 6 rows, 2 batches of 4>"
+    assert repr(data) == "<Dataset: 1 file, 6 rows, 2 batches of 4>"
 
 
 def test_iterators(strategy, rows):

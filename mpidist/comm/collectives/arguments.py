@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from mpidist.comm import arithmetic, packing
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationImplementation, CommunicationOptions
+from mpidist.reductions import ReduceOp
 from mpidist.util import nest, validation
 from mpidist.util.dtypes import is_text
 from mpidist.values import (

@@ -46,7 +46,8 @@ from mpidist.comm.consensus.consensus import Call
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError
-from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationOptions
+from mpidist.reductions import ReduceOp
 from mpidist.util import validation
 from mpidist.util.last_resort import with_spare
 from mpidist.util.shares import BatchShare
@@ -290,7 +291,7 @@ def _reduce(state: State, plan: ExchangePlan, inputs: Sequence[Any]) -> list[Any
         shape = len(rows) // consensus.size, *rows.shape[1:]
         parts = list(rows.reshape(consensus.size, *shape))
         total = _combine(op, parts, f"{name} on rank {consensus.rank}")
-        if op is ReduceOp.MEAN:
+        if op.rule.divides:
             # True division, so a mean of integers is a float; no rank divides
             # before adding.
             total /= consensus.size
@@ -439,9 +440,5 @@ def _combine(op: ReduceOp, parts: Sequence[Any], name: str) -> Any:
         return parts[0]
     is_risky = arithmetic.may_not_fit(op, [parts[0].dtype])
     out = None if is_risky else parts[0]
-    if op.adds:
-        total, check = arithmetic.add_in_order(parts, out), arithmetic.check_sum
-    else:
-        total = arithmetic.combine_in_order(op, parts, out)
-        check = arithmetic.check_product
-    return check((total, parts), name) if is_risky else total
+    total = arithmetic.combine_in_order(op.rule.combine, parts, out)
+    return arithmetic.check(op, (total, parts), name)

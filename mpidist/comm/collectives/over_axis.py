@@ -38,8 +38,10 @@ from mpidist.comm.collectives.reduce import (
 from mpidist.comm.consensus.consensus import Call
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.packing import Axis
+from mpidist.device import arrays
 from mpidist.errors import ArgumentError
-from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationOptions
+from mpidist.reductions import ReduceOp
 from mpidist.util.last_resort import with_spare
 
 _DEFAULT = CommunicationOptions()
@@ -53,10 +55,10 @@ class AxisPlan(NamedTuple):
       op: the operation.
       options: see `CommunicationOptions`.
       structure: of the value.
-      dtypes: of its leaves.
+      dtypes: of the results.
       axes: over which each is reduced.
       packed: the sums formed with the comparison; None for other cases.
-      gather: the gather for MIN, MAX and PRODUCT; None for sums.
+      gather: of the ranks' reductions; None for sums.
       is_large: whether the results are.
     """
 
@@ -143,7 +145,8 @@ def _plan(
     agreed = ("reduce_op", op.name), axis_field(axes), *option_fields(options)
     signature = CallSignature(operation, agreed, spec, described)
     call = state.consensus.call(signature, options.timeout_seconds)
-    structure, dtypes = Structure.of(spec, leaves), [a.dtype for a in inputs]
+    structure = Structure.of(spec, leaves)
+    dtypes = [op.rule.result(a.dtype) for a in inputs]
     is_large = 8 * sum(map(math.prod, rest)) >= packing.LARGE_BYTES
     plan = AxisPlan(call, op, options, structure, dtypes, axes)
     plan = plan._replace(is_large=is_large)
@@ -163,15 +166,23 @@ def _plan(
 
 def _reduce_own(state: State, plan: AxisPlan, inputs: Sequence[Any]) -> _Partial:
     op, pairs = plan.op, list(zip(inputs, plan.axes))
-    if not op.adds:
-        partial = [arithmetic.combine_over(op, a, axes) for a, axes in pairs]
-        rough = [arithmetic.rough_product_over(op, a, axes) for a, axes in pairs]
-        return _Partial([*partial, *(r for r in rough if r is not None)], rough)
-    partial = [arithmetic.sum_over(op, a, axes) for a, axes in pairs]
-    rough = [arithmetic.rough_sum_over(op, a, axes) for a, axes in pairs]
-    lengths = np.array([math.prod(a.shape[i] for i in axes) for a, axes in pairs])
+    rough = [arithmetic.rough_over_axes(op, a, axes) for a, axes in pairs]
     more = [r for r in rough if r is not None]
+    if not op.adds:
+        rows = [_row(op, a, axes) for a, axes in pairs]
+        return _Partial([*rows, *(r[None] for r in more)], rough)
+    partial = [arithmetic.over_axes(op, a, axes) for a, axes in pairs]
+    lengths = np.array([math.prod(a.shape[i] for i in axes) for a, axes in pairs])
     return _Partial([*partial, lengths, *more], rough)
+
+
+def _row(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
+    """Return a reduction over axes as a row; no row if there is none of nothing."""
+    # If all ranks have no row there is an error, raised on all of them
+    if op.rule.has_empty or all(array.shape[i] for i in axes):
+        return arithmetic.over_axes(op, array, axes)[None]
+    shape = packing.without(array.shape, axes)
+    return arrays.namespace(array).empty((0, *shape), op.rule.wide(array.dtype))
 
 
 def _execute(
@@ -203,15 +214,8 @@ def _execute(
         else:
             call.agree()
             totals = sum_here()
-        finish = (
-            functools.partial(_finish, state)
-            if plan.op.adds
-            else functools.partial(_combine, state)
-        )
-        if plan.is_large:
-            results = call.finish(finish, plan, totals, partial.rough)
-        else:
-            results = with_spare(finish, plan, totals, partial.rough)
+        finish = call.finish if plan.is_large else with_spare
+        results = finish(_finish, state, plan, totals, partial.rough)
     # As NumPy's sum does, give an array scalar where no dimension is left
     return [result[()] for result in results]
 
@@ -219,55 +223,32 @@ def _execute(
 def _finish(
     state: State, plan: AxisPlan, totals: Sequence[Any], rough: Sequence[Any]
 ) -> list[Any]:
-    count = len(plan.dtypes)
-    lengths, more = totals[count].tolist(), iter(totals[count + 1 :])
-    if plan.op is ReduceOp.MEAN:
-        return [
-            arithmetic.mean_of(total, length, dtype)
-            for total, length, dtype in zip(totals, lengths, plan.dtypes)
-        ]
-    rough = [None if r is None else next(more) for r in rough]
-    return _narrow(state, plan, totals[:count], rough, "sum")
-
-
-def _combine(
-    state: State, plan: AxisPlan, totals: Sequence[Any], rough: Sequence[Any]
-) -> list[Any]:
-    """Return MIN, MAX or PRODUCT, given the gathered values as `totals`.
-
-    Values of ranks without elements are missing.
-    """
-    count, spec = len(plan.dtypes), plan.structure.spec
-
-    def combine(parts: Any, name: str) -> Any:
-        if not len(parts):
-            if math.prod(parts.shape[1:]):
-                raise ArgumentError(
-                    f"{plan.op.name} of {name} is not defined: it has no elements "
-                    "along the axis on any replica"
-                )
-            return parts.sum(axis=0)
-        return arithmetic.combine_in_order(plan.op, list(parts))
-
-    more = iter(totals[count:])
+    """Return the results, given what was summed or gathered."""
+    op, spec, count = plan.op, plan.structure.spec, len(plan.dtypes)
+    more = iter(totals[count + op.adds :])
+    wide: Sequence[Any] = totals[:count]
     with state.consensus.same_on_all():
-        totals = check_each(totals[:count], spec, combine)
-    if plan.op is not ReduceOp.PRODUCT:
-        pairs = zip(totals, plan.dtypes)
-        return [total.astype(dtype, copy=False) for total, dtype in pairs]
-    rough = [None if r is None else arithmetic.rough_product(next(more)) for r in rough]
-    return _narrow(state, plan, totals, rough, "product")
+        if not op.adds:
+            wide = check_each(wide, spec, functools.partial(_combine, op))
+        if op.rule.divides:
+            wide = [a / np.float64(n) for a, n in zip(wide, totals[count].tolist())]
+        rough = [None if r is None else next(more) for r in rough]
+        if not op.adds:
+            rough = [r if r is None else arithmetic.combine_rough(op, r) for r in rough]
+        triples = list(zip(wide, rough, plan.dtypes))
+        return check_each(triples, spec, functools.partial(arithmetic.narrow, op))
 
 
-def _narrow(
-    state: State, plan: AxisPlan, totals: Sequence[Any], rough: Sequence[Any], what: str
-) -> list[Any]:
-    """Return totals in the dtypes of the arguments; integers must fit."""
-    triples, spec = list(zip(totals, rough, plan.dtypes)), plan.structure.spec
-    with state.consensus.same_on_all():
-        return check_each(
-            triples, spec, lambda t, name: arithmetic.narrow(t, name, what)
+def _combine(op: ReduceOp, parts: Any, name: str) -> Any:
+    """Return the reduction of the ranks' rows; ranks without elements have none."""
+    if len(parts):
+        return arithmetic.combine_in_order(op.rule.combine, list(parts))
+    if math.prod(parts.shape[1:]):
+        raise ArgumentError(
+            f"{op.name} of {name} is not defined: it has no elements along the axis on "
+            "any replica"
         )
+    return parts.sum(axis=0)
 
 
 def _without_rows(array: Any, axes: tuple[int, ...]) -> Any:

@@ -18,7 +18,8 @@ from mpidist.comm.shared_memory.symmetric import SymmetricMemory
 from mpidist.comm.transports.selector import TransportSelector
 from mpidist.device import arrays
 from mpidist.device.copies import SmallCopies
-from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationImplementation, CommunicationOptions
+from mpidist.reductions import ReduceOp
 from mpidist.util import nest, validation
 from mpidist.util.available_memory import round_up
 from mpidist.util.buffers import Buffers

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidist.comm import arithmetic, packing
+from mpidist.comm.arithmetic import combine_in_order
 from mpidist.comm.collectives.arguments import (
     check_each,
     deadline_of,
@@ -45,7 +46,8 @@ from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.packing import Kind
 from mpidist.comm.transports.base import Transport
 from mpidist.device import arrays
-from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationOptions
+from mpidist.reductions import ReduceOp
 from mpidist.util.dtypes import accumulator_dtype, is_float16, is_integer, traits
 from mpidist.util.last_resort import spare
 
@@ -162,7 +164,7 @@ class ReducePlan(NamedTuple):
       pages: where the packs of all ranks are, see `Comparison.pages`.
       has_integers: whether sums or products may overflow.
       is_on_gpu: whether some of the leaves are.
-      combine: reduces the arrays of all ranks to a total.
+      combine: reduces the arrays of two ranks.
       divisor: the divisor of totals for a mean; else 0.
       sums: of large arrays; None for small ones and for what is not a sum.
     """
@@ -175,7 +177,7 @@ class ReducePlan(NamedTuple):
     pages: Pages | None
     has_integers: bool
     is_on_gpu: bool
-    combine: Callable[[Sequence[Any]], Any]
+    combine: np.ufunc
     divisor: int
     sums: SumPlan | None = None
 
@@ -329,7 +331,6 @@ def plan_reduction(
     # One rank has no pages to share; it fills arrays of its own.
     if packs and state.size > 1 and isinstance(comparison, PayloadComparison):
         pages = comparison.pages([(pack.dtype, pack.shape) for pack in packs])
-    combine = functools.partial(arithmetic.combine_in_order, op)
     return ReducePlan(
         call,
         op,
@@ -337,10 +338,10 @@ def plan_reduction(
         structure,
         packs,
         pages,
+        combine=op.rule.combine,
         has_integers=arithmetic.may_not_fit(op, [a.dtype for a in inputs]),
         is_on_gpu=any(map(arrays.is_device_array, inputs)),
-        combine=arithmetic.add_in_order if op.adds else combine,
-        divisor=state.size if op is ReduceOp.MEAN else 0,
+        divisor=state.size if op.rule.divides else 0,
     )
 
 
@@ -354,7 +355,7 @@ def reduce_packed(state: State, plan: ReducePlan, inputs: Sequence[Any]) -> list
         for pack, page in zip(plan.packs, pages):
             pack.fill(page, host)
         return plan.has_integers and any(
-            arithmetic.may_overflow(page, state.size) for page in pages
+            arithmetic.may_overflow(plan.op, page, state.size) for page in pages
         )
 
     results: list[Any] = [None] * len(inputs)
@@ -371,7 +372,7 @@ def reduce_packed(state: State, plan: ReducePlan, inputs: Sequence[Any]) -> list
                 # Views of shared pages, valid until the next agreement: totals are
                 # our own
                 for pack, everyone in zip(plan.packs, parts):
-                    total = plan.combine(everyone)
+                    total = combine_in_order(plan.combine, everyone)
                     if plan.divisor:
                         total /= plan.divisor
                     if pack.dtype != pack.out:
@@ -382,9 +383,7 @@ def reduce_packed(state: State, plan: ReducePlan, inputs: Sequence[Any]) -> list
                 if not spare.release():
                     raise
         # If any rank's flag is set, all ranks check
-        if plan.has_integers and (
-            plan.op is ReduceOp.PRODUCT or state.consensus.comparison.is_any_large
-        ):
+        if plan.has_integers and state.consensus.comparison.is_any_large:
             _require_fit(state, plan, parts, results)
         return state.copies.up(results, inputs) if plan.is_on_gpu else results
 
@@ -400,9 +399,8 @@ def _require_fit(
             pack.take_apart(everyone[rank], contribution)
         contributions.append(contribution)
     pairs = list(zip(results, zip(*contributions)))
-    is_product = plan.op is ReduceOp.PRODUCT
-    check = arithmetic.check_product if is_product else arithmetic.check_sum
     with state.consensus.same_on_all():
+        check = functools.partial(arithmetic.check, plan.op)
         check_each(pairs, plan.structure.spec, check)
 
 
@@ -470,7 +468,7 @@ def prepare(
         for j in sums.narrow
     ]
     if sums.is_checked:
-        partial.append(_count_large(state, partial))
+        partial.append(_count_large(state, op, partial))
     address = 0
     if summation is None:
         summation = functools.partial(prepare_sums, state)
@@ -492,7 +490,7 @@ def prepare(
         if sums.is_checked:
             _check_integers(state, partial, totals)
             del totals[-1]  # the flag is not a result
-        if op is ReduceOp.MEAN or narrow:
+        if op.rule.divides or narrow:
             arithmetic.finish(op, totals, narrow, state.size)
         return totals
 
@@ -520,7 +518,7 @@ def _plan_sums(
             sends = [arithmetic.wire_dtype(dtype, compression) for dtype in out]
     totals = map(accumulator_dtype, sends)
     narrow = [j for j, total in enumerate(totals) if total != out[j]]
-    is_checked = is_sum and state.size > 1 and arithmetic.is_integer_sum(op, out)
+    is_checked = is_sum and state.size > 1 and arithmetic.may_not_fit(op, out)
     kinds = list(zip(sends, on_gpu))
     shapes = [tuple(a.shape) for a in values]
     if is_checked:
@@ -709,13 +707,13 @@ def _prepare_symmetric(
     return sum_here
 
 
-def _count_large(state: State, partial: Sequence[Any]) -> Any:
+def _count_large(state: State, op: ReduceOp, partial: Sequence[Any]) -> Any:
     """Return 1 if sums of integers over all ranks may overflow, else 0.
 
     Ranks add it along with the arrays. (It is a float, so that it is not packed
     with large integer arrays.)
     """
-    is_large = any(arithmetic.may_overflow(a, state.size) for a in partial)
+    is_large = any(arithmetic.may_overflow(op, a, state.size) for a in partial)
     return np.array([is_large], _FLAG)
 
 
@@ -817,9 +815,7 @@ def _reserve_combination(
       values: arrays, equal in number, shapes and dtypes on all ranks.
       options: see `CommunicationOptions`.
     """
-    # `to_add` widens float16 and bfloat16, in which MIN and MAX are exact, and
-    # PRODUCT not.
-    _, wide = arithmetic.to_add(op, values)
+    out, wide = arithmetic.to_add(op, values)
     sizes, kinds = [a.nbytes for a in wide], list(map(packing.kind_of, wide))
     packs = []
     for members in packing.groups(kinds, sizes, options.bytes_per_pack):
@@ -829,8 +825,10 @@ def _reserve_combination(
         received = state.results.empty(step, send)
         total = state.results.empty(send.size, send)
         narrow = [
-            None if a.dtype == send.dtype else state.results.empty(a.size, a)
-            for a in (values[j] for j in members)
+            None
+            if out[j] == send.dtype
+            else state.results.empty(values[j].size, values[j], out[j])
+            for j in members
         ]
         packs.append(_GatheredPack(members, send, received, total, narrow))
     return packs
@@ -863,7 +861,6 @@ def _combine(
         parts = packing.unpack(pack.total, shapes)
         for j, part, narrow in zip(pack.members, parts, pack.results, strict=True):
             results[j] = part
-            # Back from the wider dtype; for MIN and MAX that is exact.
             if narrow is not None:
                 results[j] = narrow.reshape(part.shape)
                 results[j][...] = part
@@ -890,19 +887,20 @@ def _combine_pack(
             transport.allgatherv(mine, received, [mine.size] * ranks, deadline)
             parts = list(received.reshape(ranks, -1))
         total = pack.total[start : start + step]
-        if len(parts) == 1:
-            total[...] = mine
-        arithmetic.combine_in_order(op, parts, out=total)
-        if op is ReduceOp.PRODUCT and is_integer(total.dtype):
-            _check_product(state, total, parts, start)
+        arithmetic.combine_in_order(op.rule.combine, parts, out=total)
+        if arithmetic.may_not_fit(op, [total.dtype]):
+            _check_blocks(state, op, total, parts, start)
 
 
-def _check_product(state: State, total: Any, parts: Sequence[Any], start: int) -> None:
+def _check_blocks(
+    state: State, op: ReduceOp, total: Any, parts: Sequence[Any], start: int
+) -> None:
     """Raise, on all ranks, if integers have overflowed.
 
     Args:
       state: of the strategy.
-      total: the product.
+      op: the operation.
+      total: the result.
       parts: of all ranks.
       start: the number of its first element in the pack.
     """
@@ -910,5 +908,5 @@ def _check_product(state: State, total: Any, parts: Sequence[Any], start: int) -
     with state.consensus.same_on_all():
         for block, *others in arithmetic.in_blocks([total, *parts]):
             name = f"value (numbers {start} to {start + block.size - 1})"
-            arithmetic.check_product((block, others), name)
+            arithmetic.check(op, (block, others), name)
             start += block.size

@@ -16,9 +16,10 @@ from mpidist.comm.collectives.plans import State
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, DTypeError
-from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationOptions
+from mpidist.reductions import ReduceOp
 from mpidist.util import nest, validation
-from mpidist.util.dtypes import accumulator_dtype, is_integer, mean_dtype
+from mpidist.util.dtypes import accumulator_dtype, is_integer
 from mpidist.util.last_resort import with_spare
 from mpidist.values import IndexedSlices, local_component
 
@@ -135,8 +136,8 @@ def _shape_of(dense_shape: Any) -> tuple[int, ...] | None:
 def _join(
     state: State, op: ReduceOp, inputs: IndexedSlices, values: Any, indices: Any
 ) -> IndexedSlices:
-    if op is ReduceOp.MEAN:
-        out = mean_dtype(values.dtype)
+    if op.rule.divides:
+        out = op.rule.result(values.dtype)
         # Each rank's rows are divided by the number of ranks: the sum of rows with
         # equal indices is the mean.
         wide = values.astype(accumulator_dtype(out), copy=False)

@@ -595,7 +595,7 @@ def summarize(plan: ReadPlan) -> str:
     parts, pipeline = [], plan.pipeline
     if isinstance(pipeline, MapDataset):
         if pipeline.file_count:
-            parts.append(_count(pipeline.file_count, "HDF5 file"))
+            parts.append(_count(pipeline.file_count, "file"))
         parts.append(_count(sum(map(len, pipeline.sources)), "row"))
     steps = plan.cardinality
     parts.append(_count(steps, "step") if steps >= 0 else "an unknown number of steps")

@@ -332,7 +332,7 @@ ONE = np.ones((2, 3))
 GOOD = {"reduce": ("SUM", ONE), "gather": (ONE, 0)}
 GOOD |= {"all_reduce": ("SUM", ONE), "all_gather": (ONE, 0)}
 BAD = [
-    (("NONE", ONE), mpidist.ArgumentError, "'SUM', 'MEAN', .*, not 'NONE'"),
+    (("NONE", ONE), mpidist.ArgumentError, "SUM, MEAN, .*, not 'NONE'"),
     ((3, ONE), mpidist.ArgumentTypeError, r"reduce_op .* not 3 \(int\)"),
     ((None, ONE), mpidist.ArgumentTypeError, "reduce_op .* not None"),
     (("SUM", None), mpidist.ArgumentTypeError, "value must be .* not None"),
