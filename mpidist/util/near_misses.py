@@ -69,7 +69,6 @@ _TABLE = {
     },
     "dataset": {
         "from_hdf from_h5 from_h5py from_file": "Dataset.from_hdf5",
-        "from_files": "Dataset.from_hdf5, which takes several files",
         "from_array from_arrays from_numpy from_list from_slices": (
             "Dataset.from_tensor_slices"
         ),

@@ -15,6 +15,7 @@ class Rows:
     """Rows in two files, of which a method fails on the last rank."""
 
     file_count = 2
+    is_indexed = False
     row_bytes = 8
 
     def __init__(self, method, error):
