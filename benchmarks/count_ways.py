@@ -41,7 +41,7 @@ PACKAGE = str(Path(mpidist.__file__).parent) + os.sep
 ROWS, BATCH = 4096, 64
 # These run, or not, by who comes first
 WAITING = {
-    "comm/consensus/barrier.py": {"_wait", "_let_mpi_work"},
+    "comm/consensus/barrier.py": {"_wait", "_progress_mpi"},
     "comm/consensus/comparison.py": {"late"},
     "comm/consensus/failures.py": {"require_none"},
     "comm/consensus/waiting.py": {"wait", "require_none", "find", "pause_seconds"},

@@ -461,7 +461,7 @@ def write_state(value: Any, state: Any) -> None:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.nn.Module):
             state = _renamed(state, now)
-            _require_fit(now, state)
+            _check_overflow(now, state)
     try:
         value.load_state_dict(state)
     except (ValueError, RuntimeError, KeyError) as error:
@@ -579,7 +579,7 @@ def _is_plain_array(value: Any) -> bool:
     return isinstance(value, np.ndarray) or arrays.is_device_array(value)
 
 
-def _require_fit(now: Any, state: Any) -> None:
+def _check_overflow(now: Any, state: Any) -> None:
     """Raise unless two states of a module have the same names, shapes and dtypes.
 
     Extra states are the module's own. Of modules of another version, PyTorch decides:

@@ -170,43 +170,45 @@ def check(op: ReduceOp, pair: tuple[Any, Sequence[Any]], name: str) -> Any:
       name: of the value, for messages.
 
     Raises:
-      ArgumentError: see `require_fit`.
+      ArgumentError: see `check_overflow`.
     """
     total, parts = pair
     if op.rule.overflow and is_integer(total.dtype):
         # float64 has room for any overflow of 64-bit integers, so that comparing
         # magnitudes shows it
-        rough = arrays.namespace(total).empty(total.shape, np.float64)
-        rough = _without_nan(combine_in_order(op.rule.combine, parts, rough))
-        require_fit(total, rough, f"the {op.rule.overflow} of {name} over all replicas")
+        estimate = arrays.namespace(total).empty(total.shape, np.float64)
+        estimate = _without_nan(combine_in_order(op.rule.combine, parts, estimate))
+        check_overflow(
+            total, estimate, f"the {op.rule.overflow} of {name} over all replicas"
+        )
     return total
 
 
-def combine_rough(op: ReduceOp, parts: Sequence[Any]) -> Any:
+def combine_estimates(op: ReduceOp, parts: Sequence[Any]) -> Any:
     """Return the reduction of arrays of float64 that stand for integers."""
     return _without_nan(combine_in_order(op.rule.combine, parts))
 
 
-def _without_nan(rough: Any) -> Any:
+def _without_nan(estimate: Any) -> Any:
     """Return reductions of integers in float64, with 0 for infinity times 0."""
     # NaN is the only value unequal to itself. infinity * 0 arises where one factor
     # overflowed float64 and another one is 0: the exact product is 0 then.
-    return arrays.namespace(rough).where(rough == rough, rough, 0.0)
+    return arrays.namespace(estimate).where(estimate == estimate, estimate, 0.0)
 
 
-def require_fit(total: Any, rough: Any, what: str) -> None:
+def check_overflow(total: Any, estimate: Any, what: str) -> None:
     """Raise an ArgumentError if integers have overflowed.
 
     Args:
       total: integers, modulo 2 to the power of their bits.
-      rough: the same in float64, which does not overflow: its error is far below half
-        of what an overflow takes away.
+      estimate: the same in float64, which does not overflow: its error is far below
+        half of what an overflow takes away.
       what: what the totals are, for messages.
     """
     dtype = total.dtype
     # An overflow changes a total by a multiple of 2**bits: whole multiples are lost.
     span = 1 << 8 * dtype.itemsize
-    lost = arrays.namespace(total).rint((rough - total) / float(span))
+    lost = arrays.namespace(total).rint((estimate - total) / float(span))
     if not lost.any():
         return
     lost, total = arrays.to_host(lost), arrays.to_host(total)
@@ -225,22 +227,22 @@ def require_fit(total: Any, rough: Any, what: str) -> None:
 def over_axes(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
     """Return this rank's reduction over `axes`, wide and in C order.
 
-    Those of integers may have overflowed: see `rough_over_axes`.
+    Those of integers may have overflowed: see `estimate_over_axes`.
     """
     wide = op.rule.wide(array.dtype)
     total = op.rule.along(array, axes, wide)
     return contiguous(arrays.namespace(array).asarray(total), wide)
 
 
-def rough_over_axes(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
+def estimate_over_axes(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
     """Return the result of `over_axes` in float64 if it may overflow, else None."""
     rule, dtype = op.rule, array.dtype
     is_risky = rule.overflow and dtype.itemsize >= rule.narrowest and is_integer(dtype)
     if not is_risky:
         return None
-    rough = np.dtype(np.float64)
-    total = arrays.namespace(array).asarray(rule.along(array, axes, rough))
-    return contiguous(_without_nan(total), rough)
+    estimate = np.dtype(np.float64)
+    total = arrays.namespace(array).asarray(rule.along(array, axes, estimate))
+    return contiguous(_without_nan(total), estimate)
 
 
 def narrow(op: ReduceOp, sums: tuple[Any, Any, np.dtype[Any]], name: str) -> Any:
@@ -249,13 +251,13 @@ def narrow(op: ReduceOp, sums: tuple[Any, Any, np.dtype[Any]], name: str) -> Any
     Args:
       op: the reduction.
       sums: its wide result, the same in float64 where that may have overflowed (see
-        `rough_over_axes`), and the dtype.
+        `estimate_over_axes`), and the dtype.
       name: of the value, for messages.
     """
-    total, rough, dtype = sums
+    total, estimate, dtype = sums
     what = op.rule.overflow
-    if rough is not None:
-        require_fit(total, rough, f"the {what} of {name}")
+    if estimate is not None:
+        check_overflow(total, estimate, f"the {what} of {name}")
     # The same check on all ranks: they have the same total, so all raise or none does.
     if is_integer(dtype) and total.size:
         limits = np.iinfo(dtype)

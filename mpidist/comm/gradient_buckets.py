@@ -22,7 +22,7 @@ from mpidist.comm.consensus.flight_recorder import Recorder
 from mpidist.comm.consensus.pending import Pending
 from mpidist.comm.consensus.public_calls import announce_errors
 from mpidist.comm.consensus.signatures import CallSignature
-from mpidist.comm.replica_group import Channel, ReplicaGroup
+from mpidist.comm.replica_group import CommunicatorResources, ReplicaGroup
 from mpidist.device import arrays
 from mpidist.device.streams import WorkerStream, record
 from mpidist.errors import (
@@ -232,7 +232,7 @@ _CALL = "GradientBuckets"
 _COLLECT_AT = 16
 
 
-class _Side:
+class _Background:
     """A communicator and its channel for a thread. Collective to create.
 
     Args:
@@ -252,13 +252,13 @@ class _Side:
         self.consensus.departures.yields_cpu = True
         self.consensus.departures.least_pause = group.consensus.departures.least_pause
         try:
-            self.channel = Channel(
+            self.channel = CommunicatorResources(
                 _CALL,
                 self.consensus,
                 group.topology,
                 group.symmetric_memory,
                 group.gpus,
-                is_beside=True,
+                is_background=True,
                 results=self.results,
             )
         except Exception:  # it is raised on all ranks
@@ -292,7 +292,7 @@ class _Sides:
     """
 
     def __init__(self, closing: list[Callable[[], None]]):
-        self._sides: list[_Side] = []
+        self._sides: list[_Background] = []
         self._closing = closing
         closing.append(self.close)
         self._collect_at = _COLLECT_AT
@@ -303,7 +303,7 @@ class _Sides:
     def recorders(self) -> list[Recorder]:
         return [side.consensus.recorder for side in self._sides]
 
-    def take(self, group: ReplicaGroup, owner: Any) -> _Side:
+    def take(self, group: ReplicaGroup, owner: Any) -> _Background:
         """Return a side for its new owner. Collective."""
         # Buckets in a cycle of references are dropped only by the collector.
         if len(self._sides) >= self._collect_at:
@@ -319,7 +319,7 @@ class _Sides:
             # min(): any rule that gives the same side on all ranks.
             side = self._sides[min(everywhere)]
         else:
-            side = _Side(group)
+            side = _Background(group)
             self._sides.append(side)
         # Weak, or the buckets would never be seen as dropped.
         side.owner = weakref.ref(owner)
@@ -332,7 +332,7 @@ class _Sides:
             self._sides.pop().close()
 
 
-def take_side(group: ReplicaGroup, owner: Any) -> _Side:
+def acquire_background(group: ReplicaGroup, owner: Any) -> _Background:
     """Return a communicator for a thread, and its channel. Collective.
 
     Args:
@@ -341,11 +341,11 @@ def take_side(group: ReplicaGroup, owner: Any) -> _Side:
     """
     if group.sides is None:
         group.sides = _Sides(group.closing)
-    side: _Side = group.sides.take(group, owner)
+    side: _Background = group.sides.take(group, owner)
     return side
 
 
-def can_be_threaded(group: ReplicaGroup, side: _Side) -> bool:
+def can_be_threaded(group: ReplicaGroup, side: _Background) -> bool:
     """Return whether several threads can communicate. Collective.
 
     Warns if not.
@@ -435,7 +435,7 @@ class GradientBuckets:
         self._step: BucketStep | None = None
         self._beginning: BucketStep | None = None
         self._is_closed = False
-        self._used = take_side(group, self)
+        self._used = acquire_background(group, self)
         self._own, self._results = self._used.consensus, self._used.results
         # Backward passes usually give the last layer's gradients first.
         self._plan(range(len(self._kinds) - 1, -1, -1))
@@ -585,7 +585,7 @@ class GradientBuckets:
         else:  # no rank has put a gradient, if all know of the error
             step.cancel(error)
         if not is_known:
-            self._own.leave(error)
+            self._own.mark_broken(error)
         elif name == "__exit__":
             step.finish()
         self._results.end()

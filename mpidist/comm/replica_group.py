@@ -70,7 +70,7 @@ class _Resources:
     # Functions to call when the strategy is closed, in the same order on all ranks
     closing: list[Callable[[], None]]
     ops: CrossDeviceOps | None = None
-    channel: Channel | None = None
+    channel: CommunicatorResources | None = None
 
     in_use: ClassVar[dict[_Key, _Resources]] = {}
     _collect_at: ClassVar[int] = _COLLECT_AT
@@ -239,7 +239,7 @@ class ReplicaGroup:
         if self._gpu_index is not None:
             request = gpu_request or GpuRequest()
             self.gpus = find_facts(self.consensus, self._gpu_index, request)
-        channel = self._resources.channel = Channel(
+        channel = self._resources.channel = CommunicatorResources(
             call, self.consensus, self.topology, self.symmetric_memory, self.gpus
         )
         self.layout = channel.layout
@@ -398,7 +398,7 @@ _LEAST_PAYLOAD_BYTES = 2048
 _HEADER_BYTES = 64
 
 
-class Channel:
+class CommunicatorResources:
     """The barrier, the transports and the collectives of a communicator.
 
     Collective to make.
@@ -410,8 +410,8 @@ class Channel:
       topology: the nodes of these ranks.
       symmetric: the arrays that lie in memory of the node.
       gpus: of all ranks, where replicas are on GPUs.
-      is_beside: whether a thread uses it in addition to another channel of these ranks:
-        it yields the core while waiting, and does not use NCCL.
+      is_background: whether a thread uses it in addition to other resources of these
+        ranks: it yields the core while waiting, and does not use NCCL.
       results: see `Collectives`.
 
     Raises, on all ranks:
@@ -426,7 +426,7 @@ class Channel:
         symmetric: SymmetricMemory,
         gpus: GpuFacts | None = None,
         *,
-        is_beside: bool = False,
+        is_background: bool = False,
         results: Results | None = None,
     ):
         # The payloads of all ranks together are bounded: each rank reads all of them.
@@ -439,7 +439,7 @@ class Channel:
                 consensus,
                 topology.node,
                 _HEADER_BYTES + payload_bytes,
-                yield_cpu=is_beside,
+                yield_cpu=is_background,
             )
         # From here on signatures are compared in shared memory. All ranks switch here,
         # at the same point between two collectives.
@@ -462,7 +462,12 @@ class Channel:
         self._transports = consensus.run(
             operation,
             lambda: TransportSelector(
-                consensus, self._barrier, table, library, gpus, has_nccl=not is_beside
+                consensus,
+                self._barrier,
+                table,
+                library,
+                gpus,
+                has_nccl=not is_background,
             ),
         )
         self.collectives = Collectives(

@@ -118,14 +118,14 @@ class ArrayFiles:
         """
         return [self._files[i] if self._files else self._describe(i) for i in files]
 
-    def adopt(
+    def set_index(
         self,
         files: Sequence[_File],
         rank: int | None = None,
         threads: int | None = None,
         most_kept_bytes: int = 0,
     ) -> None:
-        """See `IndexedSource.adopt`.
+        """See `IndexedSource.set_index`.
 
         Raises:
           DataError: the files do not fit together.
@@ -258,7 +258,7 @@ class ArrayFiles:
         if not self._files:
             with self._lock:
                 if not self._files:
-                    self.adopt(self.inspect(range(self.file_count)))
+                    self.set_index(self.inspect(range(self.file_count)))
         return self._files, self._starts
 
     @contextlib.contextmanager

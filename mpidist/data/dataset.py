@@ -42,7 +42,7 @@ from mpidist.options import MOST_BUFFERED, AutoShardPolicy, Options
 from mpidist.util import near_misses, nest, validation
 from mpidist.util.representation import counted, html_table, one_line
 from mpidist.util.threads import count_threads
-from mpidist.util.tracebacks import fold
+from mpidist.util.tracebacks import hide_internal_frames
 from mpidist.values import DistributedValues
 
 _LARGEST_SEED = 1 << 256
@@ -61,7 +61,7 @@ class _DatasetType(type):
     """The metaclass of `Dataset`; names unknown attributes in errors."""
 
     if not TYPE_CHECKING:  # or every name would be one
-        __getattr__ = near_misses.refuser("dataset")
+        __getattr__ = near_misses.attribute_hint("dataset")
 
 
 class Dataset(metaclass=_DatasetType):
@@ -634,7 +634,7 @@ class Dataset(metaclass=_DatasetType):
         try:
             return functools.reduce(function, elements, initial_state)
         except BaseException as error:
-            fold(error)
+            hide_internal_frames(error)
             raise
         finally:
             elements.close()
@@ -699,7 +699,7 @@ class Dataset(metaclass=_DatasetType):
         return DatasetIterator(self._pipeline, self._epochs, self._read_ahead)
 
     if not TYPE_CHECKING:  # or every name would be one
-        __getattr__ = near_misses.refuser("dataset")
+        __getattr__ = near_misses.attribute_hint("dataset")
 
     def _with_pipeline(self, pipeline: MapDataset | IterDataset) -> Dataset:
         return Dataset(pipeline, self._options)

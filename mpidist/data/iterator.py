@@ -24,7 +24,7 @@ from mpidist.util.logs import warn
 from mpidist.util.representation import one_line
 from mpidist.util.serialization import hash62
 from mpidist.util.threads import read_ahead
-from mpidist.util.tracebacks import fold
+from mpidist.util.tracebacks import hide_internal_frames
 
 if TYPE_CHECKING:
     from mpidist.data.distributed.iterator import DistributedIterator
@@ -317,7 +317,7 @@ class DatasetIterator:
             self.close()
             raise
         except BaseException as error:  # an interrupt must not lose elements either
-            fold(error)
+            hide_internal_frames(error)
             self._recover(error)
             raise
         # Only elements that were returned count: prefetched ones come again after a

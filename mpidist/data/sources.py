@@ -89,7 +89,7 @@ class IndexedSource(RowSource, Protocol):
     def inspect(self, files: Iterable[int]) -> list[Any]:
         """Return the indexes of some files, which can be sent to other ranks."""
 
-    def adopt(
+    def set_index(
         self,
         files: Sequence[Any],
         rank: int | None = None,

@@ -47,9 +47,9 @@ _READ_ERRORS = (OSError, KeyError, RuntimeError, ValueError)
 class Hdf5Rows:
     """The rows of HDF5 datasets of concatenated files; see `Dataset.from_hdf5`.
 
-    Each file is indexed once, by this process or another one (see `adopt`). Files are
-    opened at the first read, read-only and without locks, once per process; a copy or
-    a forked child opens its own. Thread-safe.
+    Each file is indexed once, by this process or another one (see `set_index`). Files
+    are opened at the first read, read-only and without locks, once per process; a copy
+    or a forked child opens its own. Thread-safe.
 
     Args:
       paths: of the files.
@@ -89,8 +89,8 @@ class Hdf5Rows:
         self._open_files = OpenFiles()
         self.buffers = Buffers()
         self._scratch = Buffers()
-        self._kept: dict[tuple[int, int], _KeptRows] = {}  # by file and dataset
-        # Until `adopt` says how many cores this rank has.
+        self._kept: dict[tuple[int, int], _RowCache] = {}  # by file and dataset
+        # Until `set_index` says how many cores this rank has.
         threads = self._threads or len(available_cores())
         self._blocks = BlockCache(threads, KEPT_BYTES)
 
@@ -158,7 +158,7 @@ class Hdf5Rows:
             return []
         return [(path, file.part) for path, file in pairs if file.part is not None]
 
-    def adopt(
+    def set_index(
         self,
         files: Sequence[FileIndex],
         rank: int | None = None,
@@ -272,7 +272,7 @@ class Hdf5Rows:
             files = self.inspect(range(len(self._paths)))
             if self._all_paths is self._paths:
                 require_complete(self.parts(files))
-            self.adopt(files)
+            self.set_index(files)
         assert self._file_map is not None
         return self._file_map
 
@@ -310,7 +310,7 @@ class Hdf5Rows:
                 return read_bytes(index, raw, rows, buffers, parallel)
             with self._lock:
                 if (file, field) not in self._kept:
-                    self._kept[file, field] = _KeptRows(index)
+                    self._kept[file, field] = _RowCache(index)
                 kept = self._kept[file, field]
             kept.load(rows, raw, self._scratch, parallel)
             return kept.take(rows, buffers, parallel)
@@ -492,7 +492,7 @@ def _block_size(index: DatasetIndex) -> tuple[int, int]:
     return row_bytes, max(1, _BLOCK_BYTES // row_bytes)
 
 
-class _KeptRows:
+class _RowCache:
     """Short rows of one dataset, which stay in memory once their block was read."""
 
     def __init__(self, index: DatasetIndex):

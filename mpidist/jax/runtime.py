@@ -210,7 +210,7 @@ def _as_dispatcher(strategy: Strategy, operation: str) -> Iterator[None]:
             "strategy was not waiting for it; dispatch such computations in that "
             "thread, with jax_cpu_enable_async_dispatch=False"
         )
-        consensus.leave(error)
+        consensus.mark_broken(error)
         raise error
     with lock.stand_in():
         yield

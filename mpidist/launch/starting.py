@@ -81,14 +81,14 @@ class Request(NamedTuple):
     Args:
       program: the command line of each rank.
       ranks: how many; None takes as many as the batch system has allocated.
-      is_crowd: whether there may be more ranks than cores.
+      oversubscribe: whether there may be more ranks than cores.
       options: for the launcher.
       launcher: "auto", "mpirun", or one of `STARTERS`.
     """
 
     program: Sequence[str]
     ranks: int | None
-    is_crowd: bool = False
+    oversubscribe: bool = False
     options: Sequence[str] = ()
     launcher: str = "auto"
 
@@ -192,7 +192,7 @@ def _start_by(
         command += ["-n", str(request.ranks)]
     if is_inside:
         command += starter.inside
-    if request.is_crowd:
+    if request.oversubscribe:
         command += starter.crowd
     return [*command, *request.options, *request.program]
 
@@ -215,14 +215,14 @@ def _mpirun(
     # Of other nodes only the launcher knows how many cores they have
     if is_here and not any(map(_HOSTS.fullmatch, request.options)):
         cores = max(_count_cores(is_whole=is_open_mpi), slots)
-        if ranks > cores and not request.is_crowd:
+        if ranks > cores and not request.oversubscribe:
             raise LaunchError(
                 f"{ranks} ranks on {cores} core{'s' * (cores > 1)} would wait for each "
                 f"other; start {cores}, or pass --oversubscribe"
             )
         if ranks > cores:
             notes.append(f"oversubscribed: {ranks} ranks share {cores} cores")
-    if request.is_crowd and is_open_mpi:
+    if request.oversubscribe and is_open_mpi:
         command.append("--oversubscribe")
     if is_open_mpi:  # it hands only its own variables to other nodes
         for name in sorted(name for name in environ if name.startswith(PREFIX)):

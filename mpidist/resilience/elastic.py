@@ -71,20 +71,20 @@ def run_elastic(
     check_launch(os.environ, world.Get_size(), MPI.Get_library_version())
     if not can_survive() or world.Get_size() == 1:
         return train(make_strategy(communicator=world))
-    crew = _shrink(world)  # some may have died already
-    while crew.Get_size() >= min_replicas:
-        results = _try_with(crew, train, make_strategy)
+    survivors = _shrink(world)  # some may have died already
+    while survivors.Get_size() >= min_replicas:
+        results = _try_with(survivors, train, make_strategy)
         if results:
             return results[0]
-        crew = _shrink(crew)
+        survivors = _shrink(survivors)
     raise RankLostError(
-        f"{name_ranks(range(crew.Get_size()))} are left, but min_replicas is "
+        f"{name_ranks(range(survivors.Get_size()))} are left, but min_replicas is "
         f"{min_replicas}"
     )
 
 
 def _try_with(
-    crew: MPI.Intracomm,
+    survivors: MPI.Intracomm,
     train: Callable[[Any], T],
     make_strategy: Callable[..., Strategy],
 ) -> list[T]:
@@ -92,15 +92,15 @@ def _try_with(
 
     Else return an empty list, and free everything that `train` created.
     """
-    failures = FailureDetector(crew)
+    failures = FailureDetector(survivors)
     results = []
     try:
-        results = [train(make_strategy(communicator=crew))]
+        results = [train(make_strategy(communicator=survivors))]
     except Exception as error:
         if failures.check(error) is error:  # no rank has died
             raise
         _forget(error)
-    is_done = _agree(crew, bool(results))
+    is_done = _agree(survivors, bool(results))
     if is_done:
         FailureDetector.poll()
     else:
@@ -120,10 +120,10 @@ def _forget(error: BaseException) -> None:
         found = found.__cause__ or found.__context__
 
 
-def _agree(crew: MPI.Intracomm, is_done: bool) -> bool:
+def _agree(survivors: MPI.Intracomm, is_done: bool) -> bool:
     """Return whether all survivors have ended `train`. Collective over these."""
     try:
-        return agree(crew, is_done, hang_seconds(os.environ))
+        return agree(survivors, is_done, hang_seconds(os.environ))
     except DeadlineError as error:
         rank = MPI.COMM_WORLD.Get_rank()
         end_job(f"mpidist: rank {rank} has left run_elastic's function, and {error}")
@@ -142,15 +142,15 @@ def _free_lost(failures: FailureDetector) -> None:
         one.close()
 
 
-def _shrink(crew: MPI.Intracomm) -> MPI.Intracomm:
+def _shrink(survivors: MPI.Intracomm) -> MPI.Intracomm:
     """Return a communicator of the survivors, in the same order. Collective."""
-    left = cast(MPI.Intracomm, crew.Shrink())
-    here = set(left.group.Translate_ranks(None, crew.group))
-    dead = [rank for rank in range(crew.Get_size()) if rank not in here]
+    left = cast(MPI.Intracomm, survivors.Shrink())
+    here = set(left.group.Translate_ranks(None, survivors.group))
+    dead = [rank for rank in range(survivors.Get_size()) if rank not in here]
     if dead and left.Get_rank() == 0:
         logs.warning(
             "resilience",
-            f"mpidist: {name_ranks(dead)} of {crew.Get_size()} died; "
+            f"mpidist: {name_ranks(dead)} of {survivors.Get_size()} died; "
             f"{left.Get_size()} continue",
         )
     return left

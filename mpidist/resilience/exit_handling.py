@@ -44,7 +44,7 @@ from mpidist.util.available_memory import available_cores
 from mpidist.util.forks import is_forked
 from mpidist.util.native_timers import NativeTimer, say_later
 from mpidist.util.settings import HANG_SECONDS, hang_seconds
-from mpidist.util.tracebacks import fold
+from mpidist.util.tracebacks import hide_internal_frames
 
 # How long a rank waits for the origin rank to report its error, and at most while
 # another rank of its node is reporting. The job usually ends before
@@ -251,7 +251,7 @@ def _report_and_abort(
 ) -> None:
     explain(error)
     if isinstance(error, MpidistError):
-        fold(error)
+        hide_internal_frames(error)
     if not _in_job() or is_forked() or hasattr(sys, "ps1") or sys.flags.interactive:
         report_launch_error(kind, error, trace)
         return

@@ -22,7 +22,7 @@ from mpidist.reductions import ReduceOp
 from mpidist.strategy.variables import Variable
 from mpidist.util import validation
 from mpidist.util.representation import one_line
-from mpidist.util.tracebacks import fold
+from mpidist.util.tracebacks import hide_internal_frames
 from mpidist.values import (
     Mirrored,
     local_arguments,
@@ -110,7 +110,7 @@ class StrategyExtended(ReplicaGroup):
         try:
             return self.strategy.run(fn, args, kwargs)
         except BaseException as error:
-            fold(error)
+            hide_internal_frames(error)
             raise
 
     def merge_call(

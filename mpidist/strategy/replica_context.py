@@ -13,7 +13,7 @@ from mpidist.options import CommunicationOptions
 from mpidist.reductions import ReduceOp
 from mpidist.util import near_misses
 from mpidist.util.nest import Nest
-from mpidist.util.tracebacks import fold
+from mpidist.util.tracebacks import hide_internal_frames
 
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
@@ -250,7 +250,7 @@ class ReplicaContext:
             return self._strategy.extended.merge_call(merge_fn, args, kwargs)
         except BaseException as error:
             context.restore(depth)
-            fold(error)
+            hide_internal_frames(error)
             raise
 
     def _require_current(self, call: str) -> None:
@@ -261,7 +261,7 @@ class ReplicaContext:
             )
 
     if not TYPE_CHECKING:  # or every name would be one
-        __getattr__ = near_misses.refuser("context")
+        __getattr__ = near_misses.attribute_hint("context")
 
     def __repr__(self) -> str:
         return (

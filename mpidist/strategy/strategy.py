@@ -27,7 +27,7 @@ from mpidist.strategy.variables import Variable
 from mpidist.util import near_misses, nest, tracing, validation
 from mpidist.util.counters import RUN
 from mpidist.util.nest import Nest
-from mpidist.util.tracebacks import fold
+from mpidist.util.tracebacks import hide_internal_frames
 from mpidist.values import (
     PerReplica,
     ValueContext,
@@ -187,7 +187,7 @@ class Strategy:
             )
         except BaseException as error:
             context.restore(depth)
-            fold(error)
+            hide_internal_frames(error)
             raise
         if trace is not None:
             trace.span("run", "run", begun, time.monotonic_ns())
@@ -619,7 +619,7 @@ class Strategy:
         return []
 
     if not TYPE_CHECKING:  # or every name would be one
-        __getattr__ = near_misses.refuser("strategy")
+        __getattr__ = near_misses.attribute_hint("strategy")
 
     def __reduce__(self) -> NoReturn:
         raise ContextError(

@@ -24,7 +24,7 @@ from mpidist.strategy.extended import MultiStepContext, StrategyExtended
 from mpidist.strategy.strategy import Strategy
 from mpidist.util import nest, validation
 from mpidist.util.representation import one_line
-from mpidist.util.tracebacks import fold
+from mpidist.util.tracebacks import hide_internal_frames
 
 M = TypeVar("M", bound=Mapping[str, Any])
 
@@ -207,7 +207,7 @@ class StrategyV1(Strategy):
                     )
             return self.run(fn, (input_iterator.get_next(),))
         except BaseException as error:
-            fold(error)
+            hide_internal_frames(error)
             raise
 
     def experimental_make_numpy_dataset(
@@ -357,7 +357,7 @@ class InputIterator:
         try:
             return self._require_iterator().get_next()
         except BaseException as error:
-            fold(error)
+            hide_internal_frames(error)
             raise
 
     def get_state(self) -> dict[str, int]:

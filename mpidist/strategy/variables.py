@@ -513,7 +513,7 @@ class Variable(ArrayView, DistributedValues):
         """Return the replicas' arrays combined by the aggregation. Collective."""
         if self._aggregation is _FIRST:
             return self._extended.broadcast_from_first(call, value)
-        op = ReduceOp.from_variable_aggregation(self._aggregation)
+        op = ReduceOp.SUM if self._aggregation is _SUM else ReduceOp.MEAN
         return self._extended.reduce(call, op, value)
 
     def _refuse_to_combine(self, call: str) -> NoReturn:
@@ -571,8 +571,8 @@ class Variable(ArrayView, DistributedValues):
         old = self._values[0]
         new = apply(old, value)
         if self._can_overflow and operation != "assign":
-            rough = apply(old.astype(np.float64), value.astype(np.float64))
-            arithmetic.require_fit(new, rough, f"{operation} of {self._name}")
+            estimate = apply(old.astype(np.float64), value.astype(np.float64))
+            arithmetic.check_overflow(new, estimate, f"{operation} of {self._name}")
         return new
 
     def _convert(self, value: Any) -> Any:

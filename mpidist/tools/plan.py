@@ -140,7 +140,7 @@ class DryRows(Hdf5Rows):
     def shard_files(self, workers: int, worker: int) -> DryRows:
         """See `FileSource.shard_files`; no file is indexed again."""
         share = DryRows(self._paths[worker::workers], tuple(self._names), threads=1)
-        share.adopt(self.file_map().files[worker::workers])
+        share.set_index(self.file_map().files[worker::workers])
         return share
 
     def read(self, rows: Rows) -> Rows:

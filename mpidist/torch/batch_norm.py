@@ -152,7 +152,7 @@ class _Normalise(torch.autograd.Function):
         # variance of their means
         counts = summaries[:, 0:1]
         total = counts.sum()
-        with group.consensus.same_on_all():
+        with group.consensus.collective_errors():
             if total < 2:
                 raise ArgumentError(
                     f"{_CALL} needs more than 1 value per channel on all ranks "

@@ -102,7 +102,7 @@ def as_trainer(
         error = ContextError(
             f"{call}: train a model on a GPU in the thread that created the strategy"
         )
-        group.consensus.leave(error)  # other ranks may wait for this one
+        group.consensus.mark_broken(error)  # other ranks may wait for this one
         raise error
     group.use_device()
     return lock.stand_in()

@@ -403,7 +403,7 @@ class Operations:
         table = np.array(every)
         sends, expects = table[:, 0], table[:, 1].T
         for sender, receiver in np.argwhere(sends != expects):
-            with self._consensus.same_on_all():
+            with self._consensus.collective_errors():
                 raise MismatchError(
                     f"{name}: rank {sender} sends {sends[sender, receiver]} elements "
                     f"to rank {receiver}, which expects {expects[sender, receiver]}"
@@ -582,7 +582,7 @@ class Operations:
         return work
 
     def _is_short(self, tensor: Any) -> bool:
-        """Return whether a thread would not gain time: it is small, or has no core."""
+        """Return whether to run in the calling thread: it is small or no core idle."""
         if tensor.numel() <= _FEW:
             return True
         node = self._in_node
@@ -888,7 +888,7 @@ class SharedBuckets:
         return not self._is_full and used + flat.nbytes <= _MOST_BYTES
 
     def add(self, flat: FlatTensor) -> None:
-        """Know a tensor when it comes again. All ranks call it together."""
+        """Register a tensor for later calls. Collective."""
         if len(self._buckets) >= _MOST_BUCKETS:
             self._buckets.clear()
         self._made += 1

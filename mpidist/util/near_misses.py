@@ -130,7 +130,7 @@ INSTEAD: dict[str, dict[str, str]] = {
 }
 
 
-def refuser(kind: str) -> Callable[[Any, str], NoReturn]:
+def attribute_hint(kind: str) -> Callable[[Any, str], NoReturn]:
     """Return the `__getattr__` of a kind of owner; see `refuse`."""
     return lambda owner, name: refuse(owner, name, kind)
 

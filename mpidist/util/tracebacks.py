@@ -15,7 +15,7 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _FUTURES = str(Path(concurrent.futures.__file__).parent) + os.sep
 
 
-def fold(error: BaseException) -> None:
+def hide_internal_frames(error: BaseException) -> None:
     """Remove this package's inner frames from an error's traceback.
 
     Call it where a public function re-raises an error, and where an error of this

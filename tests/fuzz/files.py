@@ -244,7 +244,7 @@ class Disturbed:
         except (Exception, KeyboardInterrupt) as caught:
             error = caught
             if isinstance(caught, KeyboardInterrupt):  # as at the end of the program
-                strategy.extended.consensus.leave(caught)
+                strategy.extended.consensus.mark_broken(caught)
         calls = CALLS.disarm() if world.rank == self.rank else None
         calls = world.comm.bcast(calls, self.rank)
         name = error and f"{type(error).__module__}.{error!r}"

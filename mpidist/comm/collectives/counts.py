@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidist.comm.collectives.arguments import deadline_of
-from mpidist.comm.collectives.plans import State
+from mpidist.comm.collectives.plans import CollectiveContext
 from mpidist.comm.consensus.comparison import ALIGNMENT_BYTES, Pages, PayloadComparison
 from mpidist.comm.consensus.consensus import Call
 from mpidist.options import CommunicationImplementation, CommunicationOptions
@@ -51,7 +51,11 @@ class Reader:
 
 
 def plan_counts(
-    state: State, call: Call, counts: int, options: CommunicationOptions, carries: bool
+    state: CollectiveContext,
+    call: Call,
+    counts: int,
+    options: CommunicationOptions,
+    sends_inline: bool,
 ) -> CountPlan:
     """Return a plan. Not collective.
 
@@ -60,7 +64,7 @@ def plan_counts(
       call: what the ranks agree on.
       counts: the number of counts of each rank.
       options: see `CommunicationOptions`.
-      carries: whether arrays may be sent along: they are on the host.
+      sends_inline: whether arrays may be sent along: they are on the host.
     """
     pages, most_bytes, comparison = None, -1, state.consensus.comparison
     if state.consensus.size > 1 and isinstance(comparison, PayloadComparison):
@@ -68,7 +72,7 @@ def plan_counts(
         # One more number than counts: the bytes of this rank's arrays.
         kinds = [(np.dtype(np.int64), (counts + 1,))]
         rest = comparison.payload_bytes - round_up(8 * (counts + 1), ALIGNMENT_BYTES)
-        if carries and rest > 0:
+        if sends_inline and rest > 0:
             most_bytes = rest
             kinds.append((np.dtype(np.uint8), (rest,)))
         if rest >= 0:
@@ -77,7 +81,10 @@ def plan_counts(
 
 
 def exchange_counts(
-    state: State, plan: CountPlan, counts: Sequence[int], inputs: Sequence[Any] = ()
+    state: CollectiveContext,
+    plan: CountPlan,
+    counts: Sequence[int],
+    inputs: Sequence[Any] = (),
 ) -> tuple[list[list[int]], Sequence[Any] | None]:
     """Return the counts of every rank, and its arrays if all are small. Collective.
 
@@ -119,7 +126,7 @@ def exchange_counts(
 
 
 def _gather(
-    state: State, counts: Sequence[int], options: CommunicationOptions
+    state: CollectiveContext, counts: Sequence[int], options: CommunicationOptions
 ) -> list[list[int]]:
     """Return the counts of all ranks, by MPI. Collective."""
     ranks, own = state.consensus.size, np.array(counts, np.int64)

@@ -29,12 +29,12 @@ from mpidist.comm.collectives.counts import (
 )
 from mpidist.comm.collectives.plans import (
     OP_TYPES,
-    State,
+    CollectiveContext,
     Structure,
     detail_of,
     kind_along,
     kind_of,
-    take,
+    prepare_inputs,
 )
 from mpidist.comm.collectives.reduce import (
     ReducePlan,
@@ -55,7 +55,7 @@ from mpidist.util.shares import BatchShare
 _DEFAULT = CommunicationOptions()
 
 
-class _Piece(NamedTuple):
+class _SendPart(NamedTuple):
     """One array to exchange.
 
     Args:
@@ -67,7 +67,7 @@ class _Piece(NamedTuple):
     lengths: Sequence[int]
 
 
-class _Place(NamedTuple):
+class _ReceiveBuffer(NamedTuple):
     """Memory for what this rank receives of one array.
 
     Args:
@@ -106,7 +106,7 @@ class ExchangePlan(NamedTuple):
 
 
 def all_to_all(
-    state: State,
+    state: CollectiveContext,
     operation: str,
     value: Any,
     axis: int,
@@ -118,7 +118,7 @@ def all_to_all(
 
     def make() -> tuple[ExchangePlan, list[Any], list[Any]]:
         # Runs once per kind of call; later calls find the plan by their key.
-        leaves, spec, inputs = take(state, value, wanted)
+        leaves, spec, inputs = prepare_inputs(state, value, wanted)
         axes = gather_axes(axis, inputs, spec)
         # The axis may differ in sign between ranks, but not in meaning: agree on
         # the positive one. Lengths along it may differ, so they are left out of the
@@ -128,9 +128,9 @@ def all_to_all(
         call = state.consensus.call(signature, wanted.timeout_seconds)
         # Small arrays travel with the exchange of the counts, except GPU arrays,
         # which would have to be copied to the host first.
-        carries = not any(map(arrays.is_device_array, inputs))
+        sends_inline = not any(map(arrays.is_device_array, inputs))
         count = state.consensus.size * len(inputs)
-        counts = plan_counts(state, call, count, wanted, carries)
+        counts = plan_counts(state, call, count, wanted, sends_inline)
         structure = Structure.of(spec, leaves)
         plan = ExchangePlan(call, wanted, structure, axes, counts=counts)
         return plan, leaves, inputs
@@ -145,16 +145,18 @@ def all_to_all(
     )
 
 
-def _send(state: State, plan: ExchangePlan, inputs: Sequence[Any], lengths: Any) -> Any:
+def _send(
+    state: CollectiveContext, plan: ExchangePlan, inputs: Sequence[Any], lengths: Any
+) -> Any:
     """Return this rank's parts of all ranks' arrays. Collective."""
     ranks, counts = state.consensus.size, plan.counts
     assert counts is not None
 
-    def prepare() -> list[_Piece]:
+    def prepare() -> list[_SendPart]:
         pairs = zip(inputs, plan.axes)
         divided = [_divide(state, a.shape[i], lengths) for a, i in pairs]
         rows = map(_rows_first, inputs, plan.axes)
-        return list(map(_Piece, rows, divided))
+        return list(map(_SendPart, rows, divided))
 
     with plan.call as call:
         pieces = call.reserve(prepare)
@@ -169,7 +171,7 @@ def _send(state: State, plan: ExchangePlan, inputs: Sequence[Any], lengths: Any)
         table = np.array(everyone, np.int64).reshape(ranks, len(pieces), ranks)
         by_leaf = list(table.swapaxes(0, 1))
 
-        def reserve() -> list[_Place]:
+        def reserve() -> list[_ReceiveBuffer]:
             return list(
                 map(functools.partial(_reserve, state), pieces, by_leaf, plan.axes)
             )
@@ -191,9 +193,9 @@ def _send(state: State, plan: ExchangePlan, inputs: Sequence[Any], lengths: Any)
 
 
 def _read_rows(
-    state: State,
+    state: CollectiveContext,
     plan: ExchangePlan,
-    pieces: Sequence[_Piece],
+    pieces: Sequence[_SendPart],
     everyone: Sequence[Sequence[int]],
     pages: Sequence[Any],
 ) -> list[Any]:
@@ -212,7 +214,7 @@ def _read_rows(
 
 
 def reduce_scatter(
-    state: State,
+    state: CollectiveContext,
     operation: str,
     reduce_op: ReduceOp | str,
     value: Any,
@@ -229,7 +231,7 @@ def reduce_scatter(
 
     def make() -> tuple[ExchangePlan, list[Any], list[Any]]:
         op = ReduceOp.parse(reduce_op)
-        leaves, spec, inputs = take(state, value, wanted)
+        leaves, spec, inputs = prepare_inputs(state, value, wanted)
         require_reducible(op, inputs, spec)
         axes = gather_axes(axis, inputs, spec)
         # Here lengths must agree, unlike in all_to_all: rank r's part is the same
@@ -258,7 +260,9 @@ def reduce_scatter(
     )
 
 
-def _reduce(state: State, plan: ExchangePlan, inputs: Sequence[Any]) -> list[Any]:
+def _reduce(
+    state: CollectiveContext, plan: ExchangePlan, inputs: Sequence[Any]
+) -> list[Any]:
     """Return this rank's parts of the reductions. Collective."""
     consensus, op = state.consensus, plan.op
     if plan.packed is not None:
@@ -275,16 +279,16 @@ def _reduce(state: State, plan: ExchangePlan, inputs: Sequence[Any]) -> list[Any
     is_risky = arithmetic.may_not_fit(op, plan.out)
     everyone = [np.array([part] * consensus.size) for part in plan.divided]
 
-    def prepare() -> tuple[list[_Piece], list[_Place]]:
+    def prepare() -> tuple[list[_SendPart], list[_ReceiveBuffer]]:
         rows = list(map(_rows_first, inputs, plan.axes))
         _, wide = arithmetic.to_add(op, rows)
-        pieces = list(map(_Piece, wide, plan.divided))
+        pieces = list(map(_SendPart, wide, plan.divided))
         places = map(
             functools.partial(_reserve, state), pieces, everyone, plan.axes, plan.out
         )
         return pieces, list(places)
 
-    def combine(place: _Place, name: str) -> Any:
+    def combine(place: _ReceiveBuffer, name: str) -> Any:
         # What was received is one part of each rank, all of the same shape, as
         # every rank sends this rank the same rows.
         rows = place.rows
@@ -313,7 +317,7 @@ def _reduce(state: State, plan: ExchangePlan, inputs: Sequence[Any]) -> list[Any
         return call.finish(finish) if is_risky else finish()
 
 
-def _divide(state: State, rows: int, lengths: Any) -> list[int]:
+def _divide(state: CollectiveContext, rows: int, lengths: Any) -> list[int]:
     ranks = state.consensus.size
     if lengths is None:
         slices = [BatchShare(ranks, rank).of(rows) for rank in range(ranks)]
@@ -333,8 +337,12 @@ def _divide(state: State, rows: int, lengths: Any) -> list[int]:
 
 
 def _reserve(
-    state: State, piece: _Piece, lengths: Any, axis: int, dtype: Any = None
-) -> _Place:
+    state: CollectiveContext,
+    piece: _SendPart,
+    lengths: Any,
+    axis: int,
+    dtype: Any = None,
+) -> _ReceiveBuffer:
     """Return memory for what this rank receives of an array.
 
     Args:
@@ -350,16 +358,16 @@ def _reserve(
     count = sum(own) if dtype is None else own[0]
     # A sum is not a view of `rows`, which would keep all of them
     if dtype is None and not axis:
-        return _Place(rows, None)
+        return _ReceiveBuffer(rows, None)
     shape = (*shape[:axis], count, *shape[axis:])
-    return _Place(rows, xp.empty(shape, send.dtype if dtype is None else dtype))
+    return _ReceiveBuffer(rows, xp.empty(shape, send.dtype if dtype is None else dtype))
 
 
 def _receive(
-    state: State,
-    pieces: Sequence[_Piece],
+    state: CollectiveContext,
+    pieces: Sequence[_SendPart],
     everyone: Sequence[Any],
-    places: Sequence[_Place],
+    places: Sequence[_ReceiveBuffer],
     deadline: float | None,
 ) -> None:
     """Receive this rank's rows from all ranks, in rank order. Collective.
@@ -380,7 +388,7 @@ def _receive(
 
 
 def _move(
-    state: State,
+    state: CollectiveContext,
     send: Any,
     counts_to: Sequence[int],
     receive: Any,
@@ -417,7 +425,7 @@ def _axis_back(rows: Any, axis: int) -> Any:
     return xp.ascontiguousarray(xp.moveaxis(rows, 0, axis))
 
 
-def _largest(piece: _Piece, lengths: Any) -> int:
+def _largest(piece: _SendPart, lengths: Any) -> int:
     """Return the most bytes that any rank sends or gets; see `_reserve`."""
     width = math.prod(piece.rows.shape[1:]) * piece.rows.dtype.itemsize
     return int(width * max(lengths.sum(axis=0).max(), lengths.sum(axis=1).max()))

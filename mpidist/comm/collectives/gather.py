@@ -27,12 +27,12 @@ from mpidist.comm.collectives.counts import (
     plan_counts,
 )
 from mpidist.comm.collectives.plans import (
-    State,
+    CollectiveContext,
     Structure,
     detail_of,
     kind_along,
     kind_of,
-    take,
+    prepare_inputs,
 )
 from mpidist.comm.consensus.consensus import Call
 from mpidist.comm.consensus.signatures import CallSignature
@@ -79,7 +79,7 @@ class GatherPlan(NamedTuple):
 
 
 def all_gather(
-    state: State,
+    state: CollectiveContext,
     operation: str,
     value: Any,
     axis: int,
@@ -98,7 +98,7 @@ def all_gather(
 
     def make() -> tuple[GatherPlan, list[Any], list[Any]]:
         require_dense(operation, value)
-        leaves, spec, inputs = take(state, value, wanted)
+        leaves, spec, inputs = prepare_inputs(state, value, wanted)
         axes = gather_axes(axis, inputs, spec)
         agreed = axis_field(axes), *option_fields(wanted)
         signature = CallSignature(operation, agreed, spec, describe_but(inputs, axes))
@@ -118,7 +118,7 @@ def all_gather(
 
 
 def plan_gather(
-    state: State,
+    state: CollectiveContext,
     call: Call,
     inputs: Sequence[Any],
     axes: Sequence[int],
@@ -138,8 +138,8 @@ def plan_gather(
     on_gpu = any(map(arrays.is_device_array, inputs))
     # Arrays that travel with the lengths must be in host memory; and if the user
     # requests MPI, MPI's own call is used.
-    carries = not on_gpu and not is_direct(options)
-    counts = plan_counts(state, call, len(inputs), options, carries)
+    sends_inline = not on_gpu and not is_direct(options)
+    counts = plan_counts(state, call, len(inputs), options, sends_inline)
     # Bytes of one row: lengths differ between ranks, so sizes are known only after
     # the exchange, as lengths times this.
     row_bytes = [
@@ -149,7 +149,9 @@ def plan_gather(
     return GatherPlan(counts, axes, row_bytes, structure)
 
 
-def execute_gather(state: State, plan: GatherPlan, inputs: Sequence[Any]) -> list[Any]:
+def execute_gather(
+    state: CollectiveContext, plan: GatherPlan, inputs: Sequence[Any]
+) -> list[Any]:
     """Return the concatenated arrays of all ranks. Collective.
 
     The lengths, and small arrays, are sent with the comparison of the calls. For
@@ -184,7 +186,7 @@ def _read(
 
 
 def _gather(
-    state: State, plan: GatherPlan, inputs: Sequence[Any], lengths: Any
+    state: CollectiveContext, plan: GatherPlan, inputs: Sequence[Any], lengths: Any
 ) -> list[Any]:
     """Like `execute`, for arrays that were not sent with the comparison."""
     axes, options = plan.axes, plan.counts.options
@@ -225,7 +227,7 @@ def _gather(
 
 
 def _reserve(
-    state: State,
+    state: CollectiveContext,
     inputs: Sequence[Any],
     axes: Sequence[int],
     shapes: Sequence[tuple[int, ...]],
@@ -263,12 +265,16 @@ def _reserve(
     return packs
 
 
-def _transport(state: State, array: Any, options: CommunicationOptions) -> Transport:
+def _transport(
+    state: CollectiveContext, array: Any, options: CommunicationOptions
+) -> Transport:
     is_device = arrays.is_device_array(array)
     return state.transports.pick(implementation_of(options), False, is_device)
 
 
-def _can_place(state: State, value: Any, options: CommunicationOptions) -> bool:
+def _can_place(
+    state: CollectiveContext, value: Any, options: CommunicationOptions
+) -> bool:
     in_node = state.transports.intra_node
     # Only ranks that share all memory can write into each other's columns.
     if in_node is None or not in_node.shares_memory or is_direct(options):
@@ -278,7 +284,7 @@ def _can_place(state: State, value: Any, options: CommunicationOptions) -> bool:
 
 
 def _place(
-    state: State,
+    state: CollectiveContext,
     pack: _Pack,
     value: Any,
     axis: int,
@@ -300,7 +306,7 @@ def _place(
 
 
 def _gather_pack(
-    state: State,
+    state: CollectiveContext,
     pack: _Pack,
     values: Sequence[Any],
     axes: Sequence[int],

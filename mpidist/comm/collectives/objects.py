@@ -9,7 +9,7 @@ import numpy as np
 from mpidist.comm import arithmetic
 from mpidist.comm.collectives.arguments import implementation_of
 from mpidist.comm.collectives.gather import execute_gather, plan_gather
-from mpidist.comm.collectives.plans import State
+from mpidist.comm.collectives.plans import CollectiveContext
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, ArgumentTypeError
@@ -25,7 +25,9 @@ _TAKEN = (
 )
 
 
-def broadcast_object(state: State, operation: str, value: Any, root: int) -> Any:
+def broadcast_object(
+    state: CollectiveContext, operation: str, value: Any, root: int
+) -> Any:
     """See `Strategy.broadcast`. Collective."""
     ranks, rank = state.consensus.size, state.consensus.rank
 
@@ -63,7 +65,7 @@ def broadcast_object(state: State, operation: str, value: Any, root: int) -> Any
     return decode(text, lambda kind: _as_given(next(leaves), kind))
 
 
-def gather_objects(state: State, operation: str, value: Any) -> list[Any]:
+def gather_objects(state: CollectiveContext, operation: str, value: Any) -> list[Any]:
     """See `Strategy.gather_objects`. Collective."""
 
     def prepare() -> list[Any]:
@@ -89,7 +91,7 @@ def gather_objects(state: State, operation: str, value: Any) -> list[Any]:
         return call.finish(read)
 
 
-def _encode(state: State, value: Any) -> tuple[str, list[Any]]:
+def _encode(state: CollectiveContext, value: Any) -> tuple[str, list[Any]]:
     inputs: list[Any] = []
 
     def take(leaf: Any, name: str) -> Any:
@@ -113,7 +115,7 @@ def _encode(state: State, value: Any) -> tuple[str, list[Any]]:
     return encode(value, take), inputs
 
 
-def _broadcast_text(state: State, text: str, root: int) -> str:
+def _broadcast_text(state: CollectiveContext, text: str, root: int) -> str:
     """Return the text of rank `root`. Collective."""
     # MPI itself: the text is in host memory, whatever device the strategy uses.
     transport = state.transports.with_alltoallv(is_device=False)
@@ -128,7 +130,7 @@ def _broadcast_text(state: State, text: str, root: int) -> str:
     return bytes(data).decode()
 
 
-def _empty(state: State, kind: Any) -> Any:
+def _empty(state: CollectiveContext, kind: Any) -> Any:
     where, text, shape = kind
     made = np.empty(shape, dtype_of(text))
     return state.transports.to_device(made) if where == "GPU" else made

@@ -9,7 +9,7 @@ from mpidist.comm.collectives.exchanges import all_to_all, reduce_scatter
 from mpidist.comm.collectives.gather import all_gather
 from mpidist.comm.collectives.objects import broadcast_object, gather_objects
 from mpidist.comm.collectives.over_axis import reduce_over_axis
-from mpidist.comm.collectives.plans import State, take
+from mpidist.comm.collectives.plans import CollectiveContext, prepare_inputs
 from mpidist.comm.collectives.reduce import (
     all_reduce,
     prepare,
@@ -24,8 +24,8 @@ from mpidist.util import nest
 _DEFAULT = CommunicationOptions()
 
 
-class Collectives(State):
-    """The collectives of one strategy, each collective over its ranks; see `State`."""
+class Collectives(CollectiveContext):
+    """The collectives of one strategy, over its ranks; see `CollectiveContext`."""
 
     all_reduce = all_reduce
     reduce_large = reduce_large
@@ -45,7 +45,7 @@ class Collectives(State):
         """
 
         def prepare() -> tuple[list[Any], nest.Spec, list[Any]]:
-            leaves, spec, inputs = take(self, value, _DEFAULT)
+            leaves, spec, inputs = prepare_inputs(self, value, _DEFAULT)
             # MPI writes into the copy: arguments stay unchanged.
             return leaves, spec, [array.copy(order="C") for array in inputs]
 

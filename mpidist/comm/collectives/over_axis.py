@@ -20,12 +20,12 @@ from mpidist.comm.collectives.arguments import (
 from mpidist.comm.collectives.gather import GatherPlan, execute_gather, plan_gather
 from mpidist.comm.collectives.plans import (
     OP_TYPES,
-    State,
+    CollectiveContext,
     Structure,
     detail_of,
     kind_along,
     kind_of,
-    take,
+    prepare_inputs,
 )
 from mpidist.comm.collectives.reduce import (
     ReducePlan,
@@ -77,17 +77,17 @@ class _Partial(NamedTuple):
     """The reductions of one rank.
 
     Args:
-      sent: the reduction of each leaf, for sums the lengths, then each `rough` that is
-        not None.
-      rough: for each leaf its reduction in float64, if integers may overflow.
+      sent: the reduction of each leaf, for sums the lengths, then each `estimate` that
+        is not None.
+      estimate: for each leaf its reduction in float64, if integers may overflow.
     """
 
     sent: list[Any]
-    rough: list[Any]
+    estimate: list[Any]
 
 
 def reduce_over_axis(
-    state: State,
+    state: CollectiveContext,
     operation: str,
     reduce_op: ReduceOp | str,
     value: Any,
@@ -125,7 +125,7 @@ def reduce_over_axis(
 
 
 def _plan(
-    state: State,
+    state: CollectiveContext,
     operation: str,
     reduce_op: ReduceOp | str,
     value: Any,
@@ -134,7 +134,7 @@ def _plan(
     summation: Summation | None,
 ) -> tuple[AxisPlan, list[Any], list[Any]]:
     op = ReduceOp.parse(reduce_op)
-    leaves, spec, inputs = take(state, value, options)
+    leaves, spec, inputs = prepare_inputs(state, value, options)
     require_reducible(op, inputs, spec)
     axes = check_each(
         inputs, spec, lambda a, name: packing.normalize_axes(axis, a.ndim, name)
@@ -164,16 +164,18 @@ def _plan(
     return plan, leaves, inputs
 
 
-def _reduce_own(state: State, plan: AxisPlan, inputs: Sequence[Any]) -> _Partial:
+def _reduce_own(
+    state: CollectiveContext, plan: AxisPlan, inputs: Sequence[Any]
+) -> _Partial:
     op, pairs = plan.op, list(zip(inputs, plan.axes))
-    rough = [arithmetic.rough_over_axes(op, a, axes) for a, axes in pairs]
-    more = [r for r in rough if r is not None]
+    estimate = [arithmetic.estimate_over_axes(op, a, axes) for a, axes in pairs]
+    more = [r for r in estimate if r is not None]
     if not op.adds:
         rows = [_row(op, a, axes) for a, axes in pairs]
-        return _Partial([*rows, *(r[None] for r in more)], rough)
+        return _Partial([*rows, *(r[None] for r in more)], estimate)
     partial = [arithmetic.over_axes(op, a, axes) for a, axes in pairs]
     lengths = np.array([math.prod(a.shape[i] for i in axes) for a, axes in pairs])
-    return _Partial([*partial, lengths, *more], rough)
+    return _Partial([*partial, lengths, *more], estimate)
 
 
 def _row(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
@@ -186,7 +188,7 @@ def _row(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
 
 
 def _execute(
-    state: State,
+    state: CollectiveContext,
     plan: AxisPlan,
     inputs: Sequence[Any],
     summation: Summation | None = None,
@@ -215,27 +217,33 @@ def _execute(
             call.agree()
             totals = sum_here()
         finish = call.finish if plan.is_large else with_spare
-        results = finish(_finish, state, plan, totals, partial.rough)
+        results = finish(_finish, state, plan, totals, partial.estimate)
     # As NumPy's sum does, give an array scalar where no dimension is left
     return [result[()] for result in results]
 
 
 def _finish(
-    state: State, plan: AxisPlan, totals: Sequence[Any], rough: Sequence[Any]
+    state: CollectiveContext,
+    plan: AxisPlan,
+    totals: Sequence[Any],
+    estimate: Sequence[Any],
 ) -> list[Any]:
     """Return the results, given what was summed or gathered."""
     op, spec, count = plan.op, plan.structure.spec, len(plan.dtypes)
     more = iter(totals[count + op.adds :])
     wide: Sequence[Any] = totals[:count]
-    with state.consensus.same_on_all():
+    with state.consensus.collective_errors():
         if not op.adds:
             wide = check_each(wide, spec, functools.partial(_combine, op))
         if op.rule.divides:
             wide = [a / np.float64(n) for a, n in zip(wide, totals[count].tolist())]
-        rough = [None if r is None else next(more) for r in rough]
+        estimate = [None if r is None else next(more) for r in estimate]
         if not op.adds:
-            rough = [r if r is None else arithmetic.combine_rough(op, r) for r in rough]
-        triples = list(zip(wide, rough, plan.dtypes))
+            estimate = [
+                r if r is None else arithmetic.combine_estimates(op, r)
+                for r in estimate
+            ]
+        triples = list(zip(wide, estimate, plan.dtypes))
         return check_each(triples, spec, functools.partial(arithmetic.narrow, op))
 
 

@@ -80,7 +80,7 @@ class Structure(NamedTuple):
                 if len(_tried) < _MOST:
                     _tried.add(kind)
 
-    def give_back(
+    def unflatten_results(
         self, results: list[Any], leaves: Sequence[Any], spec: nest.Spec | None = None
     ) -> Any:
         """Return results with the structure and the leaf types of the value.
@@ -110,7 +110,7 @@ class PlanCache:
     def find(
         self, operation: str, detail: Any, value: Any, kind: Kind
     ) -> tuple[Any, Any, Sequence[Any], nest.Spec | None]:
-        """Return a call's key, plan, leaves, and the spec that `give_back` takes.
+        """Return a call's key, plan, leaves, and the spec for `unflatten_results`.
 
         The key is None if type and shape of the leaves do not determine the result.
         Then, and for a new key, there is no plan.
@@ -186,7 +186,7 @@ class PlanCache:
             key, plan, leaves, spec = self.find(operation, detail, value, kind)
             if plan is not None:
                 results = execute(plan, leaves)
-                return plan.structure.give_back(results, leaves, spec)
+                return plan.structure.unflatten_results(results, leaves, spec)
         return self.run_first(operation, key, make, execute)
 
     def run_first(self, operation: str, key: Any, make: Make, execute: Execute) -> Any:
@@ -199,10 +199,10 @@ class PlanCache:
         # Cached only after execution: after a failed call the plan is created again, so
         # that the same error is found again.
         self.keep(key, plan, leaves, inputs)
-        return plan.structure.give_back(results, leaves)
+        return plan.structure.unflatten_results(results, leaves)
 
 
-class State:
+class CollectiveContext:
     """What the collectives of one strategy share.
 
     Args:
@@ -229,8 +229,8 @@ class State:
         self.copies = SmallCopies()
 
 
-def take(
-    state: State, value: Any, options: CommunicationOptions
+def prepare_inputs(
+    state: CollectiveContext, value: Any, options: CommunicationOptions
 ) -> tuple[list[Any], nest.Spec, list[Any]]:
     """Like `to_arrays`; also checks that there are transports for the arrays."""
     validation.instance("options", options, CommunicationOptions)

@@ -33,11 +33,11 @@ from mpidist.comm.collectives.arguments import (
 )
 from mpidist.comm.collectives.plans import (
     OP_TYPES,
-    State,
+    CollectiveContext,
     Structure,
     detail_of,
     kind_of,
-    take,
+    prepare_inputs,
 )
 from mpidist.comm.collectives.slices import has_slices, reduce_slices
 from mpidist.comm.consensus.comparison import Pages, PayloadComparison
@@ -183,7 +183,7 @@ class ReducePlan(NamedTuple):
 
 
 def all_reduce(
-    state: State,
+    state: CollectiveContext,
     operation: str,
     reduce_op: ReduceOp | str,
     value: Any,
@@ -213,7 +213,7 @@ def all_reduce(
         if plan is not None:
             execute = reduce_packed if plan.packs else _execute
             results = execute(state, plan, leaves)
-            return plan.structure.give_back(results, leaves, spec)
+            return plan.structure.unflatten_results(results, leaves, spec)
     wanted = _DEFAULT if options is None else options
     with state.consensus.call(operation) as call:
         # A plan exists for dense values alone
@@ -238,7 +238,7 @@ def all_reduce(
 
 
 def _plan(
-    state: State,
+    state: CollectiveContext,
     operation: str,
     reduce_op: ReduceOp | str,
     value: Any,
@@ -251,7 +251,7 @@ def _plan(
     `is_own`: whether no function of a user's class reduces them.
     """
     op = ReduceOp.parse(reduce_op)
-    leaves, spec, inputs = take(state, value, options)
+    leaves, spec, inputs = prepare_inputs(state, value, options)
     require_reducible(op, inputs, spec)
     agreed = (("reduce_op", op.name), *option_fields(options))
     signature = CallSignature(operation, agreed, spec, describe(inputs))
@@ -265,7 +265,7 @@ def _plan(
 
 
 def _execute(
-    state: State,
+    state: CollectiveContext,
     plan: ReducePlan,
     inputs: Sequence[Any],
     reduction: Reduction | None = None,
@@ -286,7 +286,10 @@ def _execute(
 
 
 def fits(
-    state: State, op: ReduceOp, inputs: Sequence[Any], options: CommunicationOptions
+    state: CollectiveContext,
+    op: ReduceOp,
+    inputs: Sequence[Any],
+    options: CommunicationOptions,
 ) -> bool:
     """Return whether the ranks can exchange arrays with the comparison of calls.
 
@@ -307,7 +310,7 @@ def fits(
 
 
 def plan_reduction(
-    state: State,
+    state: CollectiveContext,
     call: Call,
     op: ReduceOp,
     options: CommunicationOptions,
@@ -345,7 +348,9 @@ def plan_reduction(
     )
 
 
-def reduce_packed(state: State, plan: ReducePlan, inputs: Sequence[Any]) -> list[Any]:
+def reduce_packed(
+    state: CollectiveContext, plan: ReducePlan, inputs: Sequence[Any]
+) -> list[Any]:
     """Return reductions of leaves sent with the comparison. Collective."""
 
     def fill(pages: Sequence[Any]) -> bool:
@@ -384,12 +389,15 @@ def reduce_packed(state: State, plan: ReducePlan, inputs: Sequence[Any]) -> list
                     raise
         # If any rank's flag is set, all ranks check
         if plan.has_integers and state.consensus.comparison.is_any_large:
-            _require_fit(state, plan, parts, results)
+            _check_overflow(state, plan, parts, results)
         return state.copies.up(results, inputs) if plan.is_on_gpu else results
 
 
-def _require_fit(
-    state: State, plan: ReducePlan, parts: Sequence[Any], results: Sequence[Any]
+def _check_overflow(
+    state: CollectiveContext,
+    plan: ReducePlan,
+    parts: Sequence[Any],
+    results: Sequence[Any],
 ) -> None:
     """Raise, on all ranks, if integers have overflowed in packs. Collective."""
     contributions = []
@@ -399,7 +407,7 @@ def _require_fit(
             pack.take_apart(everyone[rank], contribution)
         contributions.append(contribution)
     pairs = list(zip(results, zip(*contributions)))
-    with state.consensus.same_on_all():
+    with state.consensus.collective_errors():
         check = functools.partial(arithmetic.check, plan.op)
         check_each(pairs, plan.structure.spec, check)
 
@@ -408,7 +416,7 @@ def _require_fit(
 
 
 def reduce_large(
-    state: State,
+    state: CollectiveContext,
     call: Call,
     op: ReduceOp,
     values: Sequence[Any],
@@ -429,7 +437,7 @@ def reduce_large(
 
 
 def prepare(
-    state: State,
+    state: CollectiveContext,
     op: ReduceOp,
     values: Sequence[Any],
     options: CommunicationOptions,
@@ -498,7 +506,7 @@ def prepare(
 
 
 def _plan_sums(
-    state: State,
+    state: CollectiveContext,
     op: ReduceOp,
     values: Sequence[Any],
     options: CommunicationOptions,
@@ -529,7 +537,7 @@ def _plan_sums(
 
 
 def _divide(
-    state: State,
+    state: CollectiveContext,
     kinds: Sequence[Kind],
     shapes: Sequence[tuple[int, ...]],
     options: CommunicationOptions,
@@ -563,7 +571,9 @@ def _divide(
     return packs
 
 
-def _is_one_pack(state: State, kind: Kind, options: CommunicationOptions) -> bool:
+def _is_one_pack(
+    state: CollectiveContext, kind: Kind, options: CommunicationOptions
+) -> bool:
     """Return whether the bits of sums could depend on how arrays are packed.
 
     They do if the order of additions depends on the size of a pack, or on the place in
@@ -579,7 +589,7 @@ def _is_one_pack(state: State, kind: Kind, options: CommunicationOptions) -> boo
 
 
 def _narrowing(
-    state: State, kind: Kind, options: CommunicationOptions
+    state: CollectiveContext, kind: Kind, options: CommunicationOptions
 ) -> Transport | None:
     dtype, is_device = kind
     is_wide = traits(dtype).is_narrowed
@@ -589,7 +599,7 @@ def _narrowing(
 
 
 def _transport_for(
-    state: State,
+    state: CollectiveContext,
     kind: Kind,
     size_bytes: int,
     options: CommunicationOptions,
@@ -611,7 +621,7 @@ def _transport_for(
 
 
 def prepare_sums(
-    state: State,
+    state: CollectiveContext,
     values: Sequence[Any],
     options: CommunicationOptions,
     transport: Transport | None = None,
@@ -663,7 +673,7 @@ def prepare_sums(
 
 
 def _address_of(
-    state: State, values: Sequence[Any], options: CommunicationOptions
+    state: CollectiveContext, values: Sequence[Any], options: CommunicationOptions
 ) -> int:
     """Return `SymmetricMemory.place_of` if it helps that arrays are symmetric."""
     in_node = state.transports.intra_node
@@ -679,7 +689,7 @@ def _address_of(
 
 
 def _prepare_symmetric(
-    state: State, values: Sequence[Any], options: CommunicationOptions
+    state: CollectiveContext, values: Sequence[Any], options: CommunicationOptions
 ) -> Callable[[], list[Any]]:
     """Like `prepare_sums`; symmetric arrays are added where they lie."""
     in_node = state.transports.intra_node
@@ -707,7 +717,7 @@ def _prepare_symmetric(
     return sum_here
 
 
-def _count_large(state: State, op: ReduceOp, partial: Sequence[Any]) -> Any:
+def _count_large(state: CollectiveContext, op: ReduceOp, partial: Sequence[Any]) -> Any:
     """Return 1 if sums of integers over all ranks may overflow, else 0.
 
     Ranks add it along with the arrays. (It is a float, so that it is not packed
@@ -717,7 +727,9 @@ def _count_large(state: State, op: ReduceOp, partial: Sequence[Any]) -> Any:
     return np.array([is_large], _FLAG)
 
 
-def _check_integers(state: State, partial: Sequence[Any], totals: list[Any]) -> None:
+def _check_integers(
+    state: CollectiveContext, partial: Sequence[Any], totals: list[Any]
+) -> None:
     """Raise, on all ranks, if sums of integers do not fit. Collective.
 
     Only if some rank has large integers, all are added again in float64, whatever
@@ -738,13 +750,13 @@ def _check_integers(state: State, partial: Sequence[Any], totals: list[Any]) -> 
         wide = sum_wide()
 
         def check() -> None:
-            for j, rough in zip(integers, wide, strict=True):
+            for j, estimate in zip(integers, wide, strict=True):
                 dtype = partial[j].dtype
                 if dtype.itemsize < 8:  # exact; Open MPI saturates sums of few bits
-                    totals[j] = rough.astype(np.int64).astype(dtype)
+                    totals[j] = estimate.astype(np.int64).astype(dtype)
                 name = "value" if len(partial) == 2 else f"array {j} of the value"
                 what = f"the sum of {name} over all replicas"
-                arithmetic.require_fit(totals[j], rough, what)
+                arithmetic.check_overflow(totals[j], estimate, what)
 
         call.finish(check)
 
@@ -805,7 +817,10 @@ class _GatheredPack(NamedTuple):
 
 
 def _reserve_combination(
-    state: State, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+    state: CollectiveContext,
+    op: ReduceOp,
+    values: Sequence[Any],
+    options: CommunicationOptions,
 ) -> list[_GatheredPack]:
     """Allocate memory. Not collective.
 
@@ -834,7 +849,7 @@ def _reserve_combination(
     return packs
 
 
-def _step(state: State, send: Any) -> int:
+def _step(state: CollectiveContext, send: Any) -> int:
     """Return how many numbers of each rank are gathered at a time."""
     # Of all ranks together, so that more ranks do not take more memory.
     row_bytes: int = send.dtype.itemsize * state.consensus.size
@@ -842,7 +857,7 @@ def _step(state: State, send: Any) -> int:
 
 
 def _combine(
-    state: State,
+    state: CollectiveContext,
     op: ReduceOp,
     packs: Sequence[_GatheredPack],
     values: Sequence[Any],
@@ -868,7 +883,7 @@ def _combine(
 
 
 def _combine_pack(
-    state: State,
+    state: CollectiveContext,
     op: ReduceOp,
     pack: _GatheredPack,
     options: CommunicationOptions,
@@ -893,7 +908,7 @@ def _combine_pack(
 
 
 def _check_blocks(
-    state: State, op: ReduceOp, total: Any, parts: Sequence[Any], start: int
+    state: CollectiveContext, op: ReduceOp, total: Any, parts: Sequence[Any], start: int
 ) -> None:
     """Raise, on all ranks, if integers have overflowed.
 
@@ -905,7 +920,7 @@ def _check_blocks(
       start: the number of its first element in the pack.
     """
     # All ranks have the same parts, so all raise, or none does.
-    with state.consensus.same_on_all():
+    with state.consensus.collective_errors():
         for block, *others in arithmetic.in_blocks([total, *parts]):
             name = f"value (numbers {start} to {start + block.size - 1})"
             arithmetic.check(op, (block, others), name)

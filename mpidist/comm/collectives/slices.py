@@ -12,7 +12,7 @@ from typing import Any
 from mpidist.comm import packing
 from mpidist.comm.collectives.arguments import describe_but, option_fields
 from mpidist.comm.collectives.gather import execute_gather, plan_gather
-from mpidist.comm.collectives.plans import State
+from mpidist.comm.collectives.plans import CollectiveContext
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.device import arrays
 from mpidist.errors import ArgumentError, DTypeError
@@ -33,7 +33,7 @@ def has_slices(value: Any) -> bool:
 
 
 def reduce_slices(
-    state: State,
+    state: CollectiveContext,
     operation: str,
     reduce_op: ReduceOp | str,
     value: Any,
@@ -98,7 +98,7 @@ def reduce_slices(
     return nest.unflatten(spec, results)
 
 
-def _take_slices(state: State, slices: IndexedSlices) -> Sequence[Any]:
+def _take_slices(state: CollectiveContext, slices: IndexedSlices) -> Sequence[Any]:
     values = arrays.to_array(slices.values, "values of IndexedSlices")
     indices = arrays.to_array(slices.indices, "indices of IndexedSlices")
     state.transports.require_reachable(values, "values of IndexedSlices")
@@ -134,7 +134,11 @@ def _shape_of(dense_shape: Any) -> tuple[int, ...] | None:
 
 
 def _join(
-    state: State, op: ReduceOp, inputs: IndexedSlices, values: Any, indices: Any
+    state: CollectiveContext,
+    op: ReduceOp,
+    inputs: IndexedSlices,
+    values: Any,
+    indices: Any,
 ) -> IndexedSlices:
     if op.rule.divides:
         out = op.rule.result(values.dtype)

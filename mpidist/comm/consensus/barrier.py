@@ -97,7 +97,7 @@ class NodeBarrier:
             if rank != self.rank
         ]
         # The rank that arrived last at the last barrier; -1 for this one
-        self.late = -1
+        self.last_rank = -1
         self._counts = counts
         # A double buffer: `epoch & 1` selects the page. A rank that arrives at the next
         # barrier has read the pages of the last one, so that they may be overwritten
@@ -143,10 +143,10 @@ class NodeBarrier:
         self.epoch = epoch = self.epoch + 1
         self._fence()
         self._mine[0] = epoch
-        self.late, begun = -1, 0.0
+        self.last_rank, begun = -1, 0.0
         for name, count in self._others:
             if count[0] < epoch:
-                self.late = name  # all before it have arrived
+                self.last_rank = name  # all before it have arrived
                 begun = begun or time.monotonic()
                 self._wait(count, epoch, begun, deadline, yield_cpu, meanwhile)
         self._fence()
@@ -173,7 +173,7 @@ class NodeBarrier:
                     os.sched_yield()  # no sleep is as short
                 else:
                     time.sleep(pause_seconds(now - begun, self._least_pause))
-                    self._let_mpi_work(is_endless=deadline is None)
+                    self._progress_mpi(is_endless=deadline is None)
                     if meanwhile is not None:
                         meanwhile()
                 now = time.monotonic()
@@ -183,7 +183,7 @@ class NodeBarrier:
             if self._departures is not None:
                 self._departures.waiter = 0
 
-    def _let_mpi_work(self, is_endless: bool) -> None:
+    def _progress_mpi(self, is_endless: bool) -> None:
         """Let MPI make progress; raise if a rank has died or has left a collective."""
         if self._departures is None:
             self._comm.Iprobe()

@@ -104,7 +104,7 @@ class Comparison(Protocol):
     def close(self) -> None:
         """Free MPI resources, before the communicator is freed."""
 
-    def late(self) -> int:
+    def last_rank(self) -> int:
         """Return the rank that arrived last; -1 if unknown or this one.
 
         Undefined if ranks arrived at about the same time.
@@ -148,7 +148,7 @@ class MaximumComparison:
         self.is_same_address = bool(address != 0 and highest[2] == -highest[3])
         return bool(highest[4] == 0 and highest[0] == -highest[1])
 
-    def late(self) -> int:
+    def last_rank(self) -> int:
         rank = int(self._highest[5]) & ((1 << _RANK_BITS) - 1)
         return -1 if rank == self._rank else rank
 
@@ -188,8 +188,8 @@ class PayloadComparison:  # not an abc.ABC, for which isinstance is slow
         return Pages(own, everyone, sum(array.nbytes for array in own[0]))
 
     @abc.abstractmethod
-    def late(self) -> int:
-        """See `Comparison.late`."""
+    def last_rank(self) -> int:
+        """See `Comparison.last_rank`."""
 
     @abc.abstractmethod
     def turn(self, ahead: int) -> int:
@@ -266,7 +266,7 @@ class GatherComparison(PayloadComparison):
             self._departures.require_none()
         return self._agree(self._words, words)
 
-    def late(self) -> int:
+    def last_rank(self) -> int:
         away = [words[3] for words in self._words]
         rank = away.index(max(away))
         return -1 if rank == self._rank else rank
@@ -302,8 +302,8 @@ class SharedMemoryComparison(PayloadComparison):
     def missing(self) -> list[int] | None:
         return self._barrier.missing()
 
-    def late(self) -> int:
-        return self._barrier.late
+    def last_rank(self) -> int:
+        return self._barrier.last_rank
 
     def agrees(
         self, words: Words, deadline: float | None = None, yield_cpu: bool = False

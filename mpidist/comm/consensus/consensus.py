@@ -54,7 +54,7 @@ from mpidist.errors import CollectiveError, ContextError, DeadlineError, Mpidist
 from mpidist.util.forks import FORKED, call_in_child
 from mpidist.util.last_resort import MoreStack, add_frames, spare
 from mpidist.util.serialization import hash62
-from mpidist.util.tracebacks import fold
+from mpidist.util.tracebacks import hide_internal_frames
 
 Fields = Sequence[tuple[str, Any]]  # names and values that must be equal on all ranks
 FINALIZED = "the strategy was finalized and cannot be used any more"
@@ -280,7 +280,7 @@ class Consensus:
         spare.restore()
         swallowed, self._thread.unannounced = self._thread.unannounced, None
         if swallowed is not None and proposal.error is None:
-            self.leave(swallowed)
+            self.mark_broken(swallowed)
         if self.broken is FINALIZED:
             raise proposal.error or ContextError(FINALIZED)
         if self.broken is not None:
@@ -330,10 +330,10 @@ class Consensus:
             return  # who has called this announces it
         is_reason = unwinding is not None and error is unwinding[1]
         if not (is_reason or self.is_known(error, self._thread.event - 1)):
-            self.leave(error)
+            self.mark_broken(error)
 
     @contextlib.contextmanager
-    def same_on_all(self) -> Iterator[None]:
+    def collective_errors(self) -> Iterator[None]:
         """Return a context for errors of all ranks: the strategy stays usable."""
         try:
             yield
@@ -417,9 +417,9 @@ class Consensus:
         elif depth:  # the scope that it leaves exchanges it, if the program lets it
             state.unannounced = error
         else:
-            self.leave(error)
+            self.mark_broken(error)
 
-    def leave(self, error: BaseException) -> None:
+    def mark_broken(self, error: BaseException) -> None:
         """Mark the strategy as broken: this rank alone has left a collective."""
         if self.size == 1 or self.broken is not None:
             return
@@ -470,7 +470,7 @@ class Consensus:
                 result = fn(*args)
                 call = None if same is None else signature_of(operation, same(result))
             except BaseException as caught:
-                fold(caught)  # other ranks show its traceback
+                hide_internal_frames(caught)  # other ranks show its traceback
                 error = caught
                 limit = add_frames(error)
             begun = state["event"]
@@ -723,7 +723,7 @@ class Call:
         if isinstance(error, Exception):
             self._consensus.announce(self.signature.operation, error)
         else:
-            self._consensus.leave(error)
+            self._consensus.mark_broken(error)
         raise error
 
     def agree(self, address: int = 0) -> bool:

@@ -168,7 +168,7 @@ class Recorder:
         counters.waiting += waited
         self._operation.waiting_ns += waited
         if waited > _WAITED_NS:
-            late = self._late = comparison.late()
+            late = self._late = comparison.last_rank()
             if late >= 0:
                 waiting_for = counters.waiting_for
                 waiting_for[late] = waiting_for.get(late, 0) + waited

@@ -37,7 +37,7 @@ class _Missed:
         consensus = self.find(self.of)
         self.of = None
         if error is not None and not consensus.is_known(error, -1):
-            consensus.leave(error)
+            consensus.mark_broken(error)
 
 
 _missed = _Missed()

@@ -51,14 +51,14 @@ class HierarchicalTransport(SharedTransport):
         with Pending("making a communicator", consensus.comm):
             like = consensus.comm.Split(color, consensus.rank)
         # COMM_NULL on ranks beyond the smallest node's size: they do not add.
-        self._like = cast(MPI.Intracomm, like)
-        if self._like != MPI.COMM_NULL:
-            consensus.failures.add(self._like)
+        self._inter_node_comm = cast(MPI.Intracomm, like)
+        if self._inter_node_comm != MPI.COMM_NULL:
+            consensus.failures.add(self._inter_node_comm)
 
     def close(self) -> None:
         """Free the communicator. Collective."""
-        if self._like != MPI.COMM_NULL:
-            self._consensus.failures.free(self._like)
+        if self._inter_node_comm != MPI.COMM_NULL:
+            self._consensus.failures.free(self._inter_node_comm)
 
     def allreduce(
         self,
@@ -76,9 +76,9 @@ class HierarchicalTransport(SharedTransport):
 
     def _add_other_nodes(self, total: Any) -> Any:
         # Many nodes: MPI's log(n) algorithm sends fewer messages than one to each node.
-        if self._wire is None and self._like.Get_size() > self.most_nodes:
-            return WholeSum(self._like, total)
-        return BlockSum(self._like, total, total, self._wire or total.dtype)
+        if self._wire is None and self._inter_node_comm.Get_size() > self.most_nodes:
+            return WholeSum(self._inter_node_comm, total)
+        return BlockSum(self._inter_node_comm, total, total, self._wire or total.dtype)
 
     def _finish_other_nodes(self, begun: Any, deadline: float | None) -> None:
         wait = functools.partial(

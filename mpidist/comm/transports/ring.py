@@ -48,7 +48,9 @@ class RingTransport(MpiTransport):
         # To the ranks before this one; for the last rank of a node, to the next in the
         # ring
         self._backwards = [ring[place - distance] for distance in range(len(ring))]
-        self._near = [r for r in ring if self._nodes[r] == self._nodes[consensus.rank]]
+        self._node_ranks = [
+            r for r in ring if self._nodes[r] == self._nodes[consensus.rank]
+        ]
 
     def allgatherv(
         self, send: Any, receive: Any, counts: Sequence[int], deadline: float | None
@@ -99,7 +101,7 @@ class RingTransport(MpiTransport):
         for piece in pieces_of(parts[own], _MOST_PIECES):
             if not self._is_sent_back(own, following):
                 send(piece, following, Tag.RING)
-            for rank in self._near:
+            for rank in self._node_ranks:
                 if rank < own:
                     send(piece, rank, Tag.RING_IN_NODE)
         for piece, request, is_passed in coming:

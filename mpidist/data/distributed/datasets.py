@@ -47,7 +47,7 @@ from mpidist.util.available_memory import free_bytes
 from mpidist.util.logs import warn
 from mpidist.util.representation import html_table, one_line
 from mpidist.util.shares import BatchShare, even_sizes, largest_share
-from mpidist.util.tracebacks import fold
+from mpidist.util.tracebacks import hide_internal_frames
 
 if TYPE_CHECKING:
     from mpidist.comm.replica_group import ReplicaGroup
@@ -346,7 +346,7 @@ class DistributedDataset:
         except BaseException as error:
             # Ranks may have stopped at different steps.
             iterator.abandon()
-            fold(error)
+            hide_internal_frames(error)
             raise
 
     def _would_repeat_rows(self) -> bool:
@@ -354,7 +354,7 @@ class DistributedDataset:
         return is_lost and is_reshuffled(self._plan.pipeline)
 
     if not TYPE_CHECKING:  # or every name would be one
-        __getattr__ = near_misses.refuser("distributed")
+        __getattr__ = near_misses.attribute_hint("distributed")
 
     def __len__(self) -> int:
         return require_length(self.cardinality)
@@ -535,7 +535,7 @@ def _share_indexes(
         files = [by_rank[i % len(by_rank)][i // len(by_rank)] for i in range(count)]
         # Of other sources no files belong together
         require_complete(getattr(source, "parts", lambda _: [])(files))
-        source.adopt(files, consensus.rank, *_limits(extended))
+        source.set_index(files, consensus.rank, *_limits(extended))
 
 
 def _index_own_files(
@@ -552,7 +552,7 @@ def _index_own_files(
     for source in _sources(pipeline):
         files = _inspect(source, range(source.file_count), rank)
         with _naming(rank):
-            source.adopt(files, rank, *_limits(extended))
+            source.set_index(files, rank, *_limits(extended))
         parts += getattr(source, "parts", lambda _: [])(files)
     return parts
 

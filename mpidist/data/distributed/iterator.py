@@ -36,7 +36,7 @@ from mpidist.errors import ArgumentError, DataError, MismatchError, OutOfRangeEr
 from mpidist.util import nest
 from mpidist.util.counters import NEXT
 from mpidist.util.representation import one_line
-from mpidist.util.tracebacks import fold
+from mpidist.util.tracebacks import hide_internal_frames
 
 T = TypeVar("T")
 _NEXT = "next of a distributed dataset"
@@ -127,7 +127,7 @@ class DistributedIterator:
         try:
             local_batch = self._next_batch("next")
         except BaseException as error:
-            fold(error)
+            hide_internal_frames(error)
             raise
         if local_batch is None:
             raise StopIteration
@@ -143,7 +143,7 @@ class DistributedIterator:
         try:
             local_batch = self._next_batch("get_next")
         except BaseException as error:
-            fold(error)
+            hide_internal_frames(error)
             raise
         if local_batch is None:
             raise OutOfRangeError(f"the dataset has ended after {self._step} steps")
@@ -157,7 +157,7 @@ class DistributedIterator:
         try:
             local_batch = self._next_batch("get_next_as_optional")
         except BaseException as error:
-            fold(error)
+            hide_internal_frames(error)
             raise
         # An empty Optional on all ranks: the end is agreed on.
         optional = Optional(*([self._distributed(local_batch)] if local_batch else []))
@@ -407,7 +407,7 @@ class DistributedIterator:
         except Exception:
             raise
         except BaseException as error:  # this rank alone exits, or is interrupted
-            consensus.leave(error)
+            consensus.mark_broken(error)
             raise
 
     def _record_progress(self, step: int | None) -> None:
@@ -478,7 +478,7 @@ class DistributedIterator:
         try:
             return device_put(self._prefetcher.read(self._step))
         except BaseException as error:
-            fold(error)  # before other ranks show its traceback
+            hide_internal_frames(error)  # before other ranks show its traceback
             raise
 
     def __del__(self) -> None:

@@ -134,7 +134,7 @@ def test_by_mpi_the_rank_that_was_away_longest_arrives_last(comm, kind):
         if comm.rank == last:
             comparison._left_ns -= 10**12  # as if it had worked that long
         assert comparison.agrees((7, 0, 0))
-        assert comparison.late() == (-1 if comm.rank == last else last)
+        assert comparison.last_rank() == (-1 if comm.rank == last else last)
 
 
 def test_the_rank_that_arrives_last_at_the_barrier(comm, barrier):

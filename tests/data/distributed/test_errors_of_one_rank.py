@@ -45,8 +45,8 @@ class Rows:
         self._call("inspect")
         return [f"index of {file}" for file in files]
 
-    def adopt(self, files, rank=None, *limits):
-        self._call("adopt")
+    def set_index(self, files, rank=None, *limits):
+        self._call("set_index")
 
     def shard_files(self, workers, worker):
         self._call("shard_files")
@@ -68,12 +68,12 @@ def distribute(strategy, dataset, how):
         ("AUTO", "describe"),
         ("AUTO", "identify"),
         ("AUTO", "inspect"),
-        ("AUTO", "adopt"),
+        ("AUTO", "set_index"),
         ("AUTO", "read"),
         ("OFF", "describe"),
         ("FILE", "shard_files"),
         ("FILE", "inspect"),
-        ("FILE", "adopt"),
+        ("FILE", "set_index"),
         ("FILE", "describe"),
         ("from_function", "__len__"),
         ("from_function", "inspect"),
