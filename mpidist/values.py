@@ -399,7 +399,13 @@ def regroup(value: Any, replica_id: int) -> Any:
         return _wrap(value, replica_id)
     if kind is tuple and all(map(_is_leaf, value)):
         return tuple([_wrap(leaf, replica_id) for leaf in value])
+    if kind is dict and all(map(_is_leaf, value.values())) and _is_named(value):
+        return {name: _wrap(leaf, replica_id) for name, leaf in value.items()}
     return nest.map_leaves(lambda leaf: _wrap(leaf, replica_id), value)
+
+
+def _is_named(value: dict[Any, Any]) -> bool:
+    return all(type(name) is str for name in value)
 
 
 def _wrap(leaf: Any, replica_id: int) -> Any:

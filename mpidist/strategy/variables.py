@@ -577,6 +577,8 @@ class Variable(ArrayView, DistributedValues):
 
     def _convert(self, value: Any) -> Any:
         local = self._values[0]
+        if type(value) is Variable and not value._is_on_read:
+            value = value._values[0]  # whatever the context is
         if type(value) is type(local) is np.ndarray and value.dtype is local.dtype:
             return value
         return assignment.convert(_read(value), local, self._name)

@@ -106,6 +106,7 @@ class PlanCache:
     def __init__(self, consensus: Consensus) -> None:
         self._consensus = consensus
         self._known: dict[Any, Any] = {}
+        self._names: dict[tuple[Any, ...], Sequence[str]] = {}
 
     def find(
         self, operation: str, detail: Any, value: Any, kind: Kind
@@ -139,6 +140,13 @@ class PlanCache:
             if None not in kinds:
                 key = operation, detail, (structure, kinds)
                 return key, self._known.get(key), leaves, None
+        if structure is dict and (names := self._sorted(tuple(value))):
+            leaves = [value[name] for name in names]
+            leaves = [a.values[0] if type(a) in _DISTRIBUTED else a for a in leaves]
+            kinds = tuple(map(kind, leaves))
+            if None not in kinds:
+                key = operation, detail, (tuple(value), kinds)
+                return key, self._known.get(key), leaves, None
         leaves, spec = nest.flatten(value)
         leaves = [a.values[0] if type(a) in _DISTRIBUTED else a for a in leaves]
         kinds = tuple(map(kind, leaves))
@@ -146,6 +154,15 @@ class PlanCache:
             return None, None, leaves, spec
         key = operation, detail, (spec, kinds)
         return key, self._known.get(key), leaves, spec
+
+    def _sorted(self, names: tuple[Any, ...]) -> Sequence[str]:
+        """Return the keys of a dict in the order of its leaves; none if no text."""
+        if (found := self._names.get(names)) is None:
+            are_texts = all(type(name) is str for name in names)
+            found = sorted(names) if are_texts else ()
+            if len(self._names) < _MOST:
+                self._names[names] = found
+        return found
 
     def keep(
         self, key: Any, plan: Any, leaves: Sequence[Any], inputs: Sequence[Any]

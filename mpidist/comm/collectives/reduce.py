@@ -61,8 +61,6 @@ _DEFAULT = CommunicationOptions()
 # Arrays on a GPU that travel with the comparison: so many, and so many bytes
 _GPU_ARRAYS = 8
 _GPU_BYTES = 16 << 10
-# Of one rank: results that share memory keep each other alive
-_ALONE_BYTES = 128 << 10
 # "Some rank has large integers": a float, so that it is not packed with such integers
 _FLAG = np.dtype(np.float64)
 
@@ -160,7 +158,9 @@ class ReducePlan(NamedTuple):
       op: the operation.
       options: see `CommunicationOptions`.
       structure: of the value.
-      packs: the leaves sent with the comparison; empty if none.
+      is_packed: whether the leaves are sent with the comparison.
+      packs: these leaves; empty for one rank, which sends nothing.
+      out: the dtypes of the results.
       pages: where the packs of all ranks are, see `Comparison.pages`.
       has_integers: whether sums or products may overflow.
       is_on_gpu: whether some of the leaves are.
@@ -173,7 +173,9 @@ class ReducePlan(NamedTuple):
     op: ReduceOp
     options: CommunicationOptions
     structure: Structure
+    is_packed: bool
     packs: Sequence[_Pack]
+    out: Sequence[np.dtype[Any]]
     pages: Pages | None
     has_integers: bool
     is_on_gpu: bool
@@ -211,7 +213,7 @@ def all_reduce(
     if detail is not None:
         key, plan, leaves, spec = state.plans.find(operation, detail, value, kind_of)
         if plan is not None:
-            execute = reduce_packed if plan.packs else _execute
+            execute = reduce_packed if plan.is_packed else _execute
             results = execute(state, plan, leaves)
             return plan.structure.unflatten_results(results, leaves, spec)
     wanted = _DEFAULT if options is None else options
@@ -271,7 +273,7 @@ def _execute(
     reduction: Reduction | None = None,
 ) -> list[Any]:
     """Return the reductions of the leaves, once the ranks agree. Collective."""
-    if plan.packs:
+    if plan.is_packed:
         return reduce_packed(state, plan, inputs)
     # Plain numbers become arrays only here: the packed path takes them as they are.
     values = [a if hasattr(a, "dtype") else np.asarray(a) for a in inputs]
@@ -297,14 +299,14 @@ def fits(
     """
     # What fits on a page beside the call signature: see `Comparison`.
     limit = state.consensus.comparison.payload_bytes
-    if state.size == 1:
-        limit = _ALONE_BYTES
-    if limit == 0 or is_direct(options) or options.compression is not None:
+    if is_direct(options) or options.compression is not None:
         return False
     on_gpu = sum(map(arrays.is_device_array, inputs))
+    if state.size == 1:
+        return not on_gpu
     if on_gpu:  # each has to be copied twice
         limit = min(limit, _GPU_BYTES)
-    if on_gpu > _GPU_ARRAYS or (on_gpu and state.size == 1):
+    if limit == 0 or on_gpu > _GPU_ARRAYS:
         return False
     return arithmetic.bound_bytes(op, inputs) <= limit
 
@@ -329,17 +331,18 @@ def plan_reduction(
       inputs: the leaves as arrays.
       is_packed: whether they travel with the comparison; see `fits`.
     """
-    packs = _make_packs(op, inputs) if is_packed else []
+    packs = _make_packs(op, inputs) if is_packed and state.size > 1 else []
     pages, comparison = None, state.consensus.comparison
-    # One rank has no pages to share; it fills arrays of its own.
-    if packs and state.size > 1 and isinstance(comparison, PayloadComparison):
+    if packs and isinstance(comparison, PayloadComparison):
         pages = comparison.pages([(pack.dtype, pack.shape) for pack in packs])
     return ReducePlan(
         call,
         op,
         options,
         structure,
+        is_packed,
         packs,
+        [op.rule.result(a.dtype) for a in inputs],
         pages,
         combine=op.rule.combine,
         has_integers=arithmetic.may_not_fit(op, [a.dtype for a in inputs]),
@@ -365,13 +368,9 @@ def reduce_packed(
 
     results: list[Any] = [None] * len(inputs)
     with plan.call as call:
-        if plan.pages is None:  # of one rank
-            # Converted and packed as many ranks do it, which gives their dtypes
-            alone = [np.empty(pack.shape, pack.dtype) for pack in plan.packs]
-            fill(alone)
-            parts: Sequence[Sequence[Any]] = [(a,) for a in alone]
-        else:
-            parts = call.exchange(plan.pages, fill)
+        if plan.pages is None:  # of one rank, whose values are the results
+            return [np.array(a, out, order="C") for a, out in zip(inputs, plan.out)]
+        parts = call.exchange(plan.pages, fill)
         while True:
             try:
                 # Views of shared pages, valid until the next agreement: totals are
