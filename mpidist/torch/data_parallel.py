@@ -244,11 +244,12 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         rows, self._passes.next_rows = self._passes.next_rows, None
         if rows is None and callable(self._rows):
             rows = _number_of_rows(self._rows(*inputs, **kwargs))
+        axes = -1
         if rows is None and self._weight is None:
-            rows = weights.batch_rows(tensors)
-        passing = weights.Pass(self._begin_backward, is_synced, rows)
+            rows, axes = weights.batch_rows(tensors)
+        passing = weights.Pass(self._begin_backward, is_synced, rows, axes)
         self._passes.newest = weakref.ref(passing)
-        if self._weight is None and rows is None:
+        if self._weight is None and (rows is None or axes >= 0):
             passing.shapes += [len(tensor) for tensor in tensors if tensor.dim()]
         return passing
 
@@ -302,6 +303,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         weight = weights.exchange_rows(
             self.process_group,
             passing.rows,
+            passing.axes,
             passing.shapes,
             compat.is_mean_of_present(self),
             self._number,
@@ -334,7 +336,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if passing is None or passing.is_entered:
             self._passes.next_rows = number
         else:
-            passing.rows = number
+            passing.rows, passing.axes = number, -1
 
     @property
     def distribute_strategy(self) -> Strategy | None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
+import operator
 import threading
 import types
 import weakref
@@ -42,13 +44,18 @@ class Pass:
       find_weight: returns the weight of a backward pass of this; collective.
       is_synced: whether its gradients are averaged.
       rows: of this rank's mean loss; None for unstated.
+      axes: of inputs, as bits, whose length are the rows; -1 if the user states these.
     """
 
     def __init__(
-        self, find_weight: Callable[[Pass], float], is_synced: bool, rows: float | None
+        self,
+        find_weight: Callable[[Pass], float],
+        is_synced: bool,
+        rows: float | None,
+        axes: int = -1,
     ):
         self._find_weight = find_weight
-        self.is_synced, self.rows = is_synced, rows
+        self.is_synced, self.rows, self.axes = is_synced, rows, axes
         self.shapes: list[int] = []  # the first dimensions of tensors
         self.outputs: list[Any] = []  # which PyTorch searches for unused parameters
         self.is_entered = False
@@ -116,6 +123,7 @@ def _scaled(gradient: Any, weight: float) -> Any:
 def exchange_rows(
     group: Any,
     rows: float | None,
+    axes: int = -1,
     shapes: Sequence[int] = (),
     is_of_present: bool = False,
     model: int = 0,
@@ -125,6 +133,8 @@ def exchange_rows(
     Args:
       group: the process group.
       rows: of this rank; None for unstated, or `ENDED`.
+      axes: see `Pass`. Such rows count if all ranks have them along the same axis: what
+        only looks like a batch, which another model gets, does not.
       shapes: must be equal on all ranks if `rows` is unstated.
       is_of_present: whether PyTorch's mean is over the ranks that have not ended.
       model: its number among those of the group.
@@ -137,7 +147,7 @@ def exchange_rows(
       MismatchError: models differ.
     """
     own_rows = _UNSTATED if rows is None else rows
-    table = _gather(group, own_rows, tuple(shapes), model)
+    table = _gather(group, own_rows, axes, tuple(shapes), model)
     if len(table) == 1:  # equal on all ranks
         return 0.0 if own_rows in (0, ENDED) else None if rows is None else 1.0
     if len({number for *_, number in table}) > 1:
@@ -146,10 +156,12 @@ def exchange_rows(
             f"{[int(number) for *_, number in table]} of those that were wrapped"
         )
     present = [line for line in table if line[0] != ENDED]
-    if all(rows == _UNSTATED for rows, *_ in present):
+    without = [rank for rank, line in enumerate(table) if line[0] == _UNSTATED]
+    is_stated = any(rows != _UNSTATED and int(axes) < 0 for rows, axes, *_ in present)
+    common = functools.reduce(operator.and_, [int(axes) for _, axes, *_ in present])
+    if not is_stated and (without or not common):
         _require_one_shape(present)
         return None
-    without = [rank for rank, line in enumerate(table) if line[0] == _UNSTATED]
     if without:
         raise ArgumentError(
             f"{name_ranks(without)} stated no rows, and other ranks did; {_HINT}"
@@ -162,16 +174,16 @@ def exchange_rows(
     return 1.0 if is_equal else own_rows * ranks / total
 
 
-def _gather(group: Any, rows: float, shapes: Any, model: int) -> list[Any]:
+def _gather(group: Any, rows: float, axes: int, shapes: Any, model: int) -> list[Any]:
     """Return those of all ranks, or one line if they are equal. Collective."""
     operations = getattr(group, "operations", None)
     if operations is not None:
-        table: list[Any] = operations.share(_CALL, (rows, shapes, model))
+        table: list[Any] = operations.share(_CALL, (rows, axes, shapes, model))
         return table
     # A group of another backend
     device = compat.find_device(group)
     checksum = hash62(repr(shapes)) >> 10  # 52 bits are exact in float64
-    numbers = rows, checksum, model
+    numbers = rows, axes, checksum, model
     mine = torch.tensor(numbers, dtype=torch.float64, device=device)
     every = mine.new_empty(group.size() * len(numbers))
     compat.all_gather_single(every, mine, group=group)
@@ -180,8 +192,9 @@ def _gather(group: Any, rows: float, shapes: Any, model: int) -> list[Any]:
 
 
 def _require_one_shape(table: Sequence[Any]) -> None:
-    if len({shapes for _, shapes, _ in table}) > 1:
-        first = [shapes[:1] for _, shapes, _ in table if isinstance(shapes, tuple)]
+    every = [line[2] for line in table]
+    if len(set(every)) > 1:
+        first = [shapes[:1] for shapes in every if isinstance(shapes, tuple)]
         shown = f"the first: {[n for (n,) in first]}" if all(first) else "checksums"
         raise ArgumentError(
             "the inputs or outputs of a DistributedDataParallel have unlike first "
@@ -200,20 +213,23 @@ def note_batch(iterator: Any, batch: Any) -> None:
     _batches.rows[iterator] = None if first is None else len(first)
 
 
-def batch_rows(tensors: Sequence[Any]) -> int | None:
+def batch_rows(tensors: Sequence[Any]) -> tuple[int | None, int]:
     """Return the rows of the batch of `as_tensors` from which a model's inputs are.
 
     That is one of this thread's current batches, whose number of rows is the first
-    dimension of an input, or else another. None if there is none, or several that have
-    unlike numbers.
+    dimension of an input, or else another; with the axes, as bits. None if there is
+    none, or several that have unlike numbers.
     """
     current = set(getattr(_batches, "rows", {}).values()) - {None}
     if not current:
-        return None
+        return None, -1
     first = {len(tensor) for tensor in tensors if tensor.dim()}
-    every = {length for tensor in tensors for length in tensor.shape}
-    lengths = current & first or current & every
-    return lengths.pop() if len(lengths) == 1 else None
+    every = {(length, i) for t in tensors for i, length in enumerate(t.shape)}
+    lengths = current & first or current & {length for length, _ in every}
+    if len(lengths) != 1:
+        return None, -1
+    (rows,) = lengths
+    return rows, sum(1 << i for length, i in every if length == rows)
 
 
 def tensors_in(nest: Any) -> Iterator[Any]:

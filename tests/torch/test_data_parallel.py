@@ -585,6 +585,20 @@ def test_rows_that_are_not_stated(strategy, monkeypatch):
             loss.backward()
 
 
+@pytest.mark.parametrize("rows", [7, 9])
+def test_inputs_that_look_like_a_batch_of_something_else(strategy, rows):
+    n = strategy.num_replicas_in_sync
+    others = mpidist.Dataset.range(rows * n - 1).batch(rows * n)
+    batches = iter(as_tensors(strategy.experimental_distribute_dataset(others)))
+    # On the last rank as many as an input has columns, or as nothing has
+    assert len(next(batches)) == rows - (strategy.rank == n - 1)
+    everything, mine = rows_of(strategy, rows * n)
+    model, alone = DistributedDataParallel(network(), strategy), network()
+    loss_of(model, *mine).backward()
+    loss_of(alone, *everything).backward()
+    assert_like_alone(model, alone)
+
+
 def test_losses_that_are_divided_by_the_global_batch(strategy):
     def loss(model, x, y):
         total = nn.functional.cross_entropy(model(x), y, reduction="sum")
