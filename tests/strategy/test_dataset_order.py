@@ -120,6 +120,7 @@ def test_a_forgotten_writer_watches_nothing(strategy, path):
     assert len(strategy.extended.batch_watchers) == 1
     with pytest.warns(RuntimeWarning, match="was not closed"):
         forget(writers)
+    strategy.barrier()  # each rank has removed its file
     assert os.listdir(path.parent) == []
     assert not strategy.extended.batch_watchers
 
