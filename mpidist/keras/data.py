@@ -28,6 +28,7 @@ class Batches(compat.DataAdapter):
     """
 
     batch_size = has_partial_batch = partial_batch_size = None
+    unknown: int | None = None  # Keras would take what is left of an epoch for it
 
     def __init__(
         self, strategy: Strategy, dataset: Dataset, pack: Callable[[Any], Any]
@@ -44,8 +45,9 @@ class Batches(compat.DataAdapter):
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches; None if it is endless, or unknown."""
-        return self._batches.cardinality if self._batches.cardinality >= 0 else None
+        """The number of batches; if it is endless, or unknown, `unknown`."""
+        count = self._batches.cardinality
+        return count if count >= 0 else self.unknown
 
     def read(self) -> Iterator[Any]:
         """Yield the batches of an epoch."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ from mpidist.errors import (
 from mpidist.keras import checks, compat
 from mpidist.keras.compat import ranks
 from mpidist.keras.data import Batches, one_row, read, rows_of, unpack
+from mpidist.keras.resume import Resume
 from mpidist.strategy.strategy import Strategy
 from mpidist.util import validation
 
@@ -149,11 +151,14 @@ class DistributedModel:
                 held_out = read(
                     self.strategy, parts, batch_size=rows or size, steps=steps
                 )
-            is_shuffled = given.pop("shuffle")
+            seed = None
+            if given.pop("shuffle"):  # of rank 0, as users give ranks unlike seeds
+                find = compat.seed_of_shuffles
+                seed = self._consensus.root_only("the order of rows", find) + self._fits
             data = read(
                 self.strategy,
                 arrays,
-                compat.seed_of_shuffles() + self._fits if is_shuffled else None,
+                seed,
                 class_weight=given.pop("class_weight"),
                 batch_size=size,
                 steps=given["steps_per_epoch"],
@@ -163,9 +168,10 @@ class DistributedModel:
             given["callbacks"] = [_Comparing(self), *given["callbacks"]]
             given["validation_data"] = held_out
             with warnings.catch_warnings():
-                if any(hasattr(one, "directory") for one in given["callbacks"]):
-                    # Of an epoch that is resumed
+                if any(isinstance(one, Resume) for one in given["callbacks"]):
+                    # It has fewer batches in an epoch that goes on
                     warnings.filterwarnings("ignore", "Your input ran out of data")
+                    data.unknown = sys.maxsize
                 self.data = data
                 return theirs(data, shuffle=False, **given)
 
@@ -337,8 +343,8 @@ class DistributedModel:
         return shift
 
     def require_equal(self, what: str) -> None:
-        """Raise a MismatchError on all ranks if variables differ. Collective."""
-        variables = self.variables()
+        """Raise a MismatchError on all ranks if weights differ. Collective."""
+        variables = self.model.variables
         sums = self._consensus.gather_objects(
             what, lambda: [checksum(value) for value in self.values(variables)]
         )
@@ -428,7 +434,7 @@ class DistributedModel:
         if compat.in_symbolic_scope() or not self._metric_variables():
             return theirs()
         with self._summed(self._states() if self._before is None else self._before):
-            self._logs = theirs()
+            self._logs = _numbers(theirs())
         return self._logs
 
     def _metric_variables(self) -> list[Any]:
@@ -452,13 +458,13 @@ class DistributedModel:
         with self._summed(states):
             results = {m.name: m.result() for m in self.model.metrics}
             results.update(self._result())
-        for name in logs:
-            if name not in results:
-                checks.refuse(
-                    f"a step of {self.model.name} returns {name!r}, which is no metric "
-                    "of the model, and of one rank's rows; add a metric"
-                )
-        return {name: results[name] for name in logs}
+            for name in logs:
+                if name not in results:
+                    checks.refuse(
+                        f"a step of {self.model.name} returns {name!r}, which is no "
+                        "metric of the model, and of one rank's rows; add a metric"
+                    )
+            return _numbers({name: results[name] for name in logs})
 
     def compute_loss(self, theirs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of this rank's rows; refuse one that a mask thins out."""
@@ -485,6 +491,12 @@ class DistributedModel:
         mean = ops.sum(shares * means, axis=0)
         # The mean of the ranks' variances, and the variance of their means
         return mean, ops.sum(shares * (variances + (means - mean) ** 2), axis=0)
+
+
+def _numbers(results: dict[str, Any]) -> dict[str, Any]:
+    """Return results of metrics, some of which are variables, as they are now."""
+    is_variable = keras.Variable
+    return {n: v.value if isinstance(v, is_variable) else v for n, v in results.items()}
 
 
 class _Comparing(kinds.Callback):

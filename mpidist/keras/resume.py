@@ -36,11 +36,10 @@ class Resume(keras.callbacks.Callback):
       >>> model = keras.Sequential([keras.layers.Dense(1)])
       >>> model.compile("sgd", "mse")
       >>> model = mpidist.keras.distribute(model, strategy)
-      >>> x, y = np.ones((8, 1)), np.ones((8, 1))
+      >>> rows = mpidist.Dataset.from_tensor_slices((np.ones((8, 1)), np.ones(8)))
       >>> for epochs in (2, 3):  # the second call goes on after epoch 2
-      ...     more = {"callbacks": mpidist.keras.Resume("run"), "verbose": 0}
-      ...     history = model.fit(x, y, epochs=epochs, **more)
-      ...     print(history.epoch)
+      ...     resume = mpidist.keras.Resume("run")
+      ...     model.fit(rows.batch(4), epochs=epochs, callbacks=resume, verbose=0).epoch
       [0, 1]
       [2]
     """
