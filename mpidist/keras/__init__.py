@@ -19,7 +19,7 @@ except ImportError as error:
 
 from mpidist.errors import UnsupportedError as _UnsupportedError
 
-if _keras.config.backend() not in ("torch", "jax"):
+if _keras.config.backend() in ("tensorflow", "openvino", "numpy"):
     raise _UnsupportedError(
         f"mpidist.keras: Keras has the backend {_keras.config.backend()!r}; set "
         "KERAS_BACKEND=torch or KERAS_BACKEND=jax before it is imported"

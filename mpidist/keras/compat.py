@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src.backend.common.masking import get_keras_mask
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import (
@@ -70,8 +71,7 @@ def loss_of(model: Any, y: Any, outputs: Any) -> float:
 
 def is_masked(outputs: Any) -> bool:
     """Return whether the loss of outputs would leave out a part of them."""
-    leaves = keras.tree.flatten(outputs)
-    return any(getattr(leaf, "_keras_mask", None) is not None for leaf in leaves)
+    return any(get_keras_mask(x) is not None for x in keras.tree.flatten(outputs))
 
 
 def reduction_axes(layer: Any) -> list[int]:

@@ -345,6 +345,11 @@ class DistributedModel:
     def require_equal(self, what: str) -> None:
         """Raise a MismatchError on all ranks if weights differ. Collective."""
         variables = self.model.variables
+        if any(ranks.is_lost(variable.value) for variable in variables):
+            raise ContextError(
+                f"mpidist.keras: the weights of {self.model.name} were lost in a step "
+                "that failed, as JAX had given it their memory; make the model again"
+            )
         sums = self._consensus.gather_objects(
             what, lambda: [checksum(value) for value in self.values(variables)]
         )

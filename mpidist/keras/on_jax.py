@@ -28,6 +28,11 @@ def stack(strategy: Strategy, call: str, array: Any) -> Any:
     return mpidist.jax.all_gather(array[None], strategy=strategy)
 
 
+def is_lost(array: Any) -> bool:
+    """Return whether a step that failed had taken an array's memory."""
+    return bool(array.is_deleted())
+
+
 def copies(values: Sequence[Any]) -> list[Any]:
     """Return arrays that stay as they are when variables change."""
     return list(values)
