@@ -61,7 +61,8 @@ autosummary_context = {"public_members": public_members}
 suppress_warnings = ["config.cache"]  # of this function, which cannot be pickled
 autodoc_class_signature = "mixed"
 # The reference is the same whether these are installed or not
-autodoc_mock_imports = [n for n in ("torch", "jax") if not importlib.util.find_spec(n)]
+FRAMEWORKS = ("torch", "jax", "keras")
+autodoc_mock_imports = [n for n in FRAMEWORKS if not importlib.util.find_spec(n)]
 # Sphinx's stand-ins lack what mpidist.jax does with a table of JAX when it is imported
 _MockObject.__setitem__ = lambda *_: None  # type: ignore[attr-defined]
 autodoc_preserve_defaults = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,15 @@ INTERNAL = {
 }
 
 
+def has_keras() -> bool:
+    """Return whether Keras can be imported, after choosing a backend for it."""
+    found = [name for name in ("torch", "jax") if importlib.util.find_spec(name)]
+    if not found or importlib.util.find_spec("keras") is None:
+        return False
+    os.environ.setdefault("KERAS_BACKEND", found[0])
+    return True
+
+
 def listed() -> set[str]:
     """Return the names that the tables of the reference list."""
     found = set()
@@ -43,6 +53,7 @@ def public_names() -> dict[str, Any]:
     """Return what is public by its name, of the modules that can be imported."""
     names = ["mpidist", "mpidist.statistics"]
     names += [f"mpidist.{n}" for n in ("torch", "jax") if importlib.util.find_spec(n)]
+    names += ["mpidist.keras"] * has_keras()
     modules = list(map(importlib.import_module, names))
     return {
         f"{module.__name__}.{name}": getattr(module, name)

@@ -33,6 +33,7 @@ ROOMS = [
     "torch",
     "tools",
     "jax",
+    "keras",
 ]
 # The same inside two of them: of a room's modules, those that stand here
 INSIDE = {
@@ -83,8 +84,9 @@ OUTSIDE = {
     "h5py": {"hdf5", "checkpoint", "tools.doctor"},
     "deflate": {"hdf5.chunks", "checkpoint", "device.arrays"},
     "optree": {"util.nest"},
-    "torch": {"torch"},
-    "jax": {"jax"},
+    "torch": {"torch", "keras.on_torch"},
+    "jax": {"jax", "keras.on_jax"},
+    "keras": {"keras"},
 }
 
 
@@ -136,9 +138,10 @@ def is_in(name, rooms):
     return any(name == room or name.startswith(f"{room}.") for room in rooms)
 
 
-@pytest.mark.parametrize("framework", ["jax", "torch"])
+@pytest.mark.parametrize("framework", ["jax", "torch", "keras"])
 def test_mpidist_imports_no_framework(framework):
-    importers = [name for name in IMPORTS if not is_in(name, [framework])]
+    rooms = [framework, "keras"]  # which computes with one of the others
+    importers = [name for name in IMPORTS if not is_in(name, rooms)]
     assert not {n for n in importers if any(is_in(i, [framework]) for i in IMPORTS[n])}
 
 

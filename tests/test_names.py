@@ -21,15 +21,17 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 LISTS = re.compile(r"docs/(tensorflow|coming_from/\w+)\.md")
 # Names of other libraries and programs that stand elsewhere, and those of examples
 _OTHERS = """
-allow_int     Join MPI_Allreduce RandomState SLURM_JOB_END_TIME assert_consumed
-    assert_existing_objects_matched backward cond count_up_to distributed_dataset
-    donate_argnums expect_partial experimental_run_steps_on_iterator f_back
-    first_step_seconds fully_shard functional_call get_future get_loss_reduction
-    init_device_mesh is_completed jax_enable_x64 kind loss_of lower max_norm
-    measured_seconds mpidist_loss_train mpidist_scalar_step mpidist_step mpirun
-    multiprocessing no_sync np num_parallel_calls ompi_info overlapped_seconds
-    per_row_values python scan split_group srun state_dict step_histogram
-    step_seconds vmap w_i waiting_seconds
+    Join MPI_Allreduce RandomState SLURM_JOB_END_TIME add_loss allow_int
+    assert_consumed assert_existing_objects_matched backward cond count_up_to
+    distributed_dataset donate_argnums expect_partial
+    experimental_run_steps_on_iterator f_back first_step_seconds fully_shard
+    functional_call get_future get_loss_reduction ignore_class init_device_mesh
+    is_completed jax_enable_x64 jit_compile kernel_initializer kind loss_of lower
+    max_norm measured_seconds mpidist_loss_train mpidist_scalar_step mpidist_step
+    mpirun multiprocessing no_sync np num_parallel_calls ompi_info
+    overlapped_seconds per_row_values python run_eagerly scan split_group srun
+    state_dict step_histogram step_seconds steps_per_execution validation_split vmap
+    w_i waiting_seconds
 """
 OTHERS = set(_OTHERS.split())
 SNAKE = re.compile(r"(?<![\w./-])[a-z]+(?:_[a-z0-9]+)+\b(?![./-]\w)")
@@ -120,7 +122,7 @@ def test_names_after_that_of_the_package(path):
 
 
 def require_name(parts):
-    if parts[0] in ("torch", "jax"):  # perhaps not installed
+    if parts[0] in ("torch", "jax", "keras"):  # perhaps not installed
         assert set(parts) <= IN_CODE | DEFINED
         return
     found = mpidist

@@ -27,13 +27,14 @@ FAILURES = re.findall(
 
 # What pages import that need not be installed
 OPTIONAL = {"jax", "prometheus_client", "tensorboardX", "torch.utils.tensorboard"}
+ELSEWHERE = "import torch", "import keras"  # see tests/torch and tests/keras
 
 
 def run_page(path, names):
     """Run the scripts of a page one after the other, but those that lack a package."""
     scripts = re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.M | re.S)
     for script in scripts:
-        if "import torch" in script:  # see tests/torch
+        if any(line in script for line in ELSEWHERE):
             continue
         if importlib.util.find_spec("tensorboard") is None:  # of the same class
             script = script.replace("torch.utils.tensorboard", "tensorboardX")

@@ -257,13 +257,7 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Callable[..., 
 
     @functools.wraps(fun)
     def call(*args: Any, **kwargs: Any) -> Any:
-        _errors.clear()  # of calls whose errors nobody asked for
-        try:
-            return current()(*args, **kwargs)
-        except jax.errors.JaxRuntimeError:
-            if not _errors:
-                raise
-        raise _errors.pop()
+        return call_with_own_errors(current(), *args, **kwargs)
 
     def method(name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: getattr(current(), name)(*args, **kwargs)
@@ -272,6 +266,17 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Callable[..., 
         setattr(call, name, method(name))
     call.clear_cache = compiled.clear  # type: ignore[attr-defined]  # as jax.jit's
     return call
+
+
+def call_with_own_errors(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Return `function(*args, **kwargs)`; raise mpidist's errors in place of JAX's."""
+    _errors.clear()  # of calls whose errors nobody asked for
+    try:
+        return function(*args, **kwargs)
+    except jax.errors.JaxRuntimeError:
+        if not _errors:
+            raise
+    raise _errors.pop()
 
 
 class _Known(logging.Filter):
