@@ -356,7 +356,7 @@ class DistributedModel:
         for variable, numbers in zip(variables, zip(*sums)):
             unlike = [rank for rank, n in enumerate(numbers) if n != numbers[0]]
             if unlike:
-                with self._consensus.same_on_all():
+                with self._consensus.collective_errors():
                     raise MismatchError(
                         f"{what}: {variable.path} differs from rank 0's on "
                         f"{name_ranks(unlike)}: a layer keeps a state of its own rows, "
