@@ -33,6 +33,4 @@ def is_lost(array: Any) -> bool:
     return bool(array.is_deleted())
 
 
-def copies(values: Sequence[Any]) -> list[Any]:
-    """Return arrays that stay as they are when variables change."""
-    return list(values)
+copies = list  # arrays stay as they are when variables change

@@ -202,3 +202,15 @@ def test_a_rank_that_goes_another_way(comm, distribute):
     if comm.size > 1:
         with pytest.raises(mpidist.DivergenceError):
             (model.fit if comm.rank else model.evaluate)(X, Y, verbose=0)
+
+
+def test_a_rank_that_stops_alone(comm, strategy, distribute):
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = comm.rank == 1
+
+    model = distribute(make())
+    if comm.size > 1:
+        with pytest.raises(mpidist.DivergenceError):
+            model.fit(X, Y, 2, callbacks=[Stop()], verbose=0)
+        require_usable(strategy)
