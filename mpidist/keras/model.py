@@ -394,7 +394,12 @@ class DistributedModel:
         if self._rows is None:
             return theirs(loss)
         self._weighed.add(id(optimizer))
-        return theirs(loss) * (self._rows / self._unit)
+        share: Any = self._rows / self._unit
+        if checks.scales_losses(optimizer):  # what is too large for 16 bits counts
+            rows = ops.convert_to_tensor(float(self._rows), loss.dtype)
+            call = f"the rows of {self.model.name}"
+            share = rows / ranks.all_sum(self.strategy, call, [rows])[0]
+        return theirs(loss) * share
 
     def apply(self, optimizer: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:
         """Apply the gradients of the mean loss over all rows. Collective."""
@@ -418,7 +423,9 @@ class DistributedModel:
         rows = ops.convert_to_tensor(weight, keras.config.floatx())
         call = f"the gradients of {self.model.name}"
         *sums, total = ranks.all_sum(self.strategy, call, [*own, rows])
-        means = iter([g / ops.cast(total, g.dtype) for g in sums])
+        if not (id(optimizer) in self._weighed and checks.scales_losses(optimizer)):
+            sums = ranks.divided(sums, total)
+        means = iter(sums)
         given[ranks.GRADIENTS] = [None if g is None else next(means) for g in grads]
         return theirs(*given, **kwargs)
 

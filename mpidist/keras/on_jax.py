@@ -23,6 +23,11 @@ def all_sum(strategy: Strategy, call: str, arrays: Sequence[Any]) -> list[Any]:
     return list(mpidist.jax.all_reduce("SUM", list(arrays), strategy=strategy))
 
 
+def divided(sums: list[Any], total: Any) -> list[Any]:
+    """Return sums divided by a number."""
+    return [array / total.astype(array.dtype) for array in sums]
+
+
 def stack(strategy: Strategy, call: str, array: Any) -> Any:
     """Return all ranks' arrays, `(ranks, *shape)`. Collective, derivatives as well."""
     return mpidist.jax.all_gather(array[None], strategy=strategy)
