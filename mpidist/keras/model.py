@@ -114,6 +114,8 @@ class DistributedModel:
       strategy: of the ranks.
     """
 
+    training: DistributedModel | None = None  # whose step runs
+
     def __init__(self, model: Any, strategy: Strategy):
         self.model, self.strategy = model, strategy
         self.data: Any = None  # of `fit`, while that runs
@@ -124,7 +126,7 @@ class DistributedModel:
         self._has_begun = False
         # In a step: this rank's rows; the optimizers that have weighed the loss by
         # them; states of metrics before it, if there are no rows; logs of all rows
-        self._rows: int | None = None
+        self.rows: int | None = None
         self._weighed: set[int] = set()
         self._before: Any = None
         self._logs: Any = None
@@ -286,7 +288,7 @@ class DistributedModel:
                     _replace(optimizer, name, functools.partial(ours, optimizer))
         for layer in checks.batch_norms_of(self.model):
             if not hasattr(layer._moments, "func"):
-                _replace(layer, "_moments", functools.partial(self.moments, layer))
+                _replace(layer, "_moments", functools.partial(_moments, layer))
         self._begin()
 
     def _build(self, data: Batches) -> None:
@@ -360,8 +362,9 @@ class DistributedModel:
         A rank without rows takes one of weight 0, to take part in what ranks exchange.
         """
         *state, data = args
-        self._rows, self._weighed, self._logs = rows_of(data), set(), None
-        if not self._rows:
+        self.rows, self._weighed, self._logs = rows_of(data), set(), None
+        outer, DistributedModel.training = DistributedModel.training, self
+        if not self.rows:
             data = tree.map_structure(one_row, data)
             self._before = state[0][-1] if state else ranks.copies(self._states())
         try:
@@ -375,7 +378,8 @@ class DistributedModel:
             logs = self._of_all_rows(logs, after[-1] if state else self._states())
             return (logs, after) if state else logs
         finally:
-            self._rows = self._before = self._logs = None
+            self.rows = self._before = self._logs = None
+            DistributedModel.training = outer
 
     train_step = test_step = step
 
@@ -391,25 +395,25 @@ class DistributedModel:
 
     def scale(self, optimizer: Any, theirs: Any, loss: Any) -> Any:
         """Weigh this rank's mean loss by its rows."""
-        if self._rows is None:
+        if self.rows is None:
             return theirs(loss)
         self._weighed.add(id(optimizer))
-        share: Any = self._rows / self._unit
+        share: Any = self.rows / self._unit
         if checks.scales_losses(optimizer):  # what is too large for 16 bits counts
-            rows = ops.convert_to_tensor(float(self._rows), loss.dtype)
+            rows = ops.convert_to_tensor(float(self.rows), loss.dtype)
             call = f"the rows of {self.model.name}"
             share = rows / ranks.all_sum(self.strategy, call, [rows])[0]
         return theirs(loss) * share
 
     def apply(self, optimizer: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:
         """Apply the gradients of the mean loss over all rows. Collective."""
-        if self._rows is None:
+        if self.rows is None:
             raise ContextError(
                 f"mpidist.keras: {optimizer.name} was applied outside of a train_step, "
                 "where the number of rows is unknown; use fit or train_on_batch"
             )
         given = list(args)
-        grads, weight = list(given[ranks.GRADIENTS]), self._rows / self._unit
+        grads, weight = list(given[ranks.GRADIENTS]), self.rows / self._unit
         own = [g for g in grads if g is not None]
         if not weight:  # whatever they are: they may be nan
             own = [ops.zeros_like(g) for g in own]
@@ -475,22 +479,27 @@ class DistributedModel:
             )
         return theirs(*args, **kwargs)
 
-    def moments(self, layer: Any, theirs: Any, inputs: Any, mask: Any) -> Any:
-        """Return mean and variance of the rows of all ranks. Collective."""
-        if self._rows is None:
-            return theirs(inputs, mask)
-        if mask is not None:
-            checks.refuse(f"{layer.name} normalises rows with a mask")
-        axes = compat.reduction_axes(layer)
-        mean, variance = ops.moments(inputs, axes=axes)
-        count = float(np.prod([inputs.shape[i] for i in axes])) if self._rows else 0.0
-        own = ops.concatenate([ops.full((1,), count, mean.dtype), mean, variance])
-        every = ranks.stack(self.strategy, layer.name, own)
-        counts, means, variances = ops.split(every, [1, 1 + mean.shape[0]], axis=1)
-        shares = counts / ops.sum(counts)
-        mean = ops.sum(shares * means, axis=0)
-        # The mean of the ranks' variances, and the variance of their means
-        return mean, ops.sum(shares * (variances + (means - mean) ** 2), axis=0)
+
+def _moments(layer: Any, theirs: Any, inputs: Any, mask: Any) -> Any:
+    """Return mean and variance of the rows of all ranks. Collective.
+
+    For a batch normalisation, which may be a layer of several models.
+    """
+    model = DistributedModel.training
+    if model is None:
+        return theirs(inputs, mask)
+    if mask is not None:
+        checks.refuse(f"{layer.name} normalises rows with a mask")
+    axes = compat.reduction_axes(layer)
+    mean, variance = ops.moments(inputs, axes=axes)
+    count = float(np.prod([inputs.shape[i] for i in axes])) if model.rows else 0.0
+    own = ops.concatenate([ops.full((1,), count, mean.dtype), mean, variance])
+    every = ranks.stack(model.strategy, layer.name, own)
+    counts, means, variances = ops.split(every, [1, 1 + mean.shape[0]], axis=1)
+    shares = counts / ops.sum(counts)
+    mean = ops.sum(shares * means, axis=0)
+    # The mean of the ranks' variances, and the variance of their means
+    return mean, ops.sum(shares * (variances + (means - mean) ** 2), axis=0)
 
 
 def _numbers(results: dict[str, Any]) -> dict[str, Any]:
