@@ -210,7 +210,9 @@ def test_a_rank_that_stops_alone(comm, strategy, distribute):
             self.model.stop_training = comm.rank == 1
 
     model = distribute(make())
+    # On JAX a step has the same call for gradients as for metrics, of other arrays
+    differ = mpidist.DivergenceError, mpidist.MismatchError
     if comm.size > 1:
-        with pytest.raises(mpidist.DivergenceError):
+        with pytest.raises(differ):
             model.fit(X, Y, 2, callbacks=[Stop()], verbose=0)
         require_usable(strategy)
