@@ -30,7 +30,7 @@ import mpidist.keras
 
 def make_model(options: Any) -> Any:
     """Return a network that takes `(rows, 64)` pixels and gives 10 logits."""
-    conv = {"padding": "same", "activation": "silu"}
+    conv: dict[str, Any] = {"padding": "same", "activation": "silu"}
     model = keras.Sequential(
         [
             layers.Input((digits.PIXELS,)),

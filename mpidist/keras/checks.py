@@ -87,6 +87,12 @@ def optimizers_of(model: Any) -> list[Any]:
     return list({id(one): one for one in found}.values())
 
 
+def scales_losses(optimizer: Any) -> bool:
+    """Return whether an optimizer multiplies losses, so that gradients fit 16 bits."""
+    is_dynamic = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return is_dynamic or optimizer.loss_scale_factor is not None
+
+
 def batch_norms_of(model: Any) -> list[Any]:
     """Return the batch normalisations of a model, at any depth."""
     kind = keras.layers.BatchNormalization

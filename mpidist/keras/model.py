@@ -114,6 +114,8 @@ class DistributedModel:
       strategy: of the ranks.
     """
 
+    training: DistributedModel | None = None  # whose step runs
+
     def __init__(self, model: Any, strategy: Strategy):
         self.model, self.strategy = model, strategy
         self.data: Any = None  # of `fit`, while that runs
@@ -124,8 +126,8 @@ class DistributedModel:
         self._has_begun = False
         # In a step: this rank's rows; the optimizers that have weighed the loss by
         # them; states of metrics before it, if there are no rows; logs of all rows
-        self._rows: int | None = None
-        self._weighed: set[Any] = set()
+        self.rows: int | None = None
+        self._weighed: set[int] = set()
         self._before: Any = None
         self._logs: Any = None
         self._result = model.get_metrics_result
@@ -139,34 +141,22 @@ class DistributedModel:
 
         def run(given: dict[str, Any]) -> Any:
             arrays = [given.pop(name) for name in ("x", "y", "sample_weight")]
-            size, held_out = given.pop("batch_size"), given["validation_data"]
-            share, rows = (
-                given.pop("validation_split"),
-                given.pop("validation_batch_size"),
-            )
+            size, rows = given.pop("batch_size"), given.pop("validation_batch_size")
+            share, held_out = given.pop("validation_split"), given["validation_data"]
             if share and held_out is None:
                 arrays, held_out = compat.split(arrays, share)
             if held_out is not None:
-                parts, steps = unpack(held_out), given["validation_steps"]
-                held_out = read(
-                    self.strategy, parts, batch_size=rows or size, steps=steps
-                )
+                sizes = {"batch_size": rows or size, "steps": given["validation_steps"]}
+                given["validation_data"] = self._read(unpack(held_out), **sizes)
             seed = None
             if given.pop("shuffle"):  # of rank 0, as users give ranks unlike seeds
                 find = compat.seed_of_shuffles
                 seed = self._consensus.root_only("the order of rows", find) + self._fits
-            data = read(
-                self.strategy,
-                arrays,
-                seed,
-                class_weight=given.pop("class_weight"),
-                batch_size=size,
-                steps=given["steps_per_epoch"],
-            )
             self._fits += 1
-            self._note(data)
+            options = {"batch_size": size, "steps": given["steps_per_epoch"]}
+            options["class_weight"] = given.pop("class_weight")
+            data = self._read(arrays, seed=seed, **options)
             given["callbacks"] = [_Comparing(self), *given["callbacks"]]
-            given["validation_data"] = held_out
             with warnings.catch_warnings():
                 if any(isinstance(one, Resume) for one in given["callbacks"]):
                     # It has fewer batches in an epoch that goes on
@@ -187,9 +177,8 @@ class DistributedModel:
 
         def run(given: dict[str, Any]) -> Any:
             arrays = [given.pop(name) for name in ("x", "y", "sample_weight")]
-            size, steps = given.pop("batch_size"), given["steps"]
-            data = self._note(read(self.strategy, arrays, batch_size=size, steps=steps))
-            return theirs(data, **given)
+            sizes = {"batch_size": given.pop("batch_size"), "steps": given["steps"]}
+            return theirs(self._read(arrays, **sizes), **given)
 
         return self._together("evaluate", theirs, run, args, kwargs)
 
@@ -197,9 +186,9 @@ class DistributedModel:
         """Return the predictions for all rows, in their order. Collective."""
 
         def run(given: dict[str, Any]) -> Any:
-            arrays = given.pop("x"), None, None
-            size, steps = given.pop("batch_size"), given["steps"]
-            data = read(self.strategy, arrays, batch_size=size, steps=steps)
+            arrays, steps = (given.pop("x"), None, None), given["steps"]
+            sizes = {"batch_size": given.pop("batch_size"), "steps": steps}
+            data = self._read(arrays, **sizes)
             self._build(data)
             return self._in_order(theirs(data, **given), data.rows[:steps])
 
@@ -211,12 +200,11 @@ class DistributedModel:
         def run(given: dict[str, Any]) -> Any:
             arrays = [given.pop(name, None) for name in ("x", "y", "sample_weight")]
             weight, size = given.pop("class_weight", None), rows_of((arrays[0],))
-            data = read(self.strategy, arrays, class_weight=weight, batch_size=size)
+            data = self._read(arrays, class_weight=weight, batch_size=size)
             x, y, weight = unpack(next(data.read()))
             if theirs.__name__ == "predict_on_batch":
                 self._build(data)
                 return self._in_order(theirs(x), data.rows)
-            self._note(data)
             return theirs(x, y, sample_weight=weight, **given)
 
         return self._together(theirs.__name__, theirs, run, args, kwargs)
@@ -242,11 +230,13 @@ class DistributedModel:
                 return ranks.run(lambda: run(given))
             finally:
                 for one in given.get("callbacks", ()):
-                    getattr(one, "close", lambda: None)()
+                    if isinstance(one, Resume):
+                        one.close()
 
         return self._consensus.run(f"{self.model.name}.{name}", work)
 
-    def _note(self, data: Batches) -> Batches:
+    def _read(self, arrays: Any, **options: Any) -> Batches:
+        data = read(self.strategy, arrays, **options)
         self._example, self._unit = data.example, self._unit or data.batch_rows
         return data
 
@@ -298,7 +288,7 @@ class DistributedModel:
                     _replace(optimizer, name, functools.partial(ours, optimizer))
         for layer in checks.batch_norms_of(self.model):
             if not hasattr(layer._moments, "func"):
-                _replace(layer, "_moments", functools.partial(self.moments, layer))
+                _replace(layer, "_moments", functools.partial(_moments, layer))
         self._begin()
 
     def _build(self, data: Batches) -> None:
@@ -328,19 +318,19 @@ class DistributedModel:
     def values(self, variables: Sequence[Any]) -> list[Any]:
         """Return variables as arrays, which are equal on all ranks."""
         arrays = (np.array(ops.convert_to_numpy(v.value)) for v in variables)
-        return [a - self._shift(v, a) for v, a in zip(variables, arrays)]
+        return [self._shifted(v, a, -1) for v, a in zip(variables, arrays)]
 
     def load(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         """Assign what `values` returned on any rank."""
         for variable, value in zip(variables, values):
-            variable.assign(np.asarray(value) + self._shift(variable, value))
+            variable.assign(self._shifted(variable, np.array(value), 1))
 
-    def _shift(self, variable: Any, value: Any) -> Any:
-        """Return what this rank adds to a variable of all: unlike seeds."""
-        shift = np.zeros_like(value)
+    def _shifted(self, variable: Any, value: Any, sign: int) -> Any:
+        """Return a value; of seeds, what this rank has in place of all ranks'."""
         if self._has_begun and variable.path.endswith("seed_generator_state"):
-            shift[0] = self.strategy.rank * _SEED
-        return shift
+            shift = np.array([self.strategy.rank * _SEED, 0], value.dtype)
+            return value + shift if sign > 0 else value - shift
+        return value
 
     def require_equal(self, what: str) -> None:
         """Raise a MismatchError on all ranks if weights differ. Collective."""
@@ -372,8 +362,9 @@ class DistributedModel:
         A rank without rows takes one of weight 0, to take part in what ranks exchange.
         """
         *state, data = args
-        self._rows, self._weighed, self._logs = rows_of(data), set(), None
-        if not self._rows:
+        self.rows, self._weighed, self._logs = rows_of(data), set(), None
+        outer, DistributedModel.training = DistributedModel.training, self
+        if not self.rows:
             data = tree.map_structure(one_row, data)
             self._before = state[0][-1] if state else ranks.copies(self._states())
         try:
@@ -387,7 +378,8 @@ class DistributedModel:
             logs = self._of_all_rows(logs, after[-1] if state else self._states())
             return (logs, after) if state else logs
         finally:
-            self._rows = self._before = self._logs = None
+            self.rows = self._before = self._logs = None
+            DistributedModel.training = outer
 
     train_step = test_step = step
 
@@ -403,24 +395,29 @@ class DistributedModel:
 
     def scale(self, optimizer: Any, theirs: Any, loss: Any) -> Any:
         """Weigh this rank's mean loss by its rows."""
-        if self._rows is None:
+        if self.rows is None:
             return theirs(loss)
-        self._weighed.add(optimizer.name)
-        return theirs(loss) * (self._rows / self._unit)
+        self._weighed.add(id(optimizer))
+        share: Any = self.rows / self._unit
+        if checks.scales_losses(optimizer):  # what is too large for 16 bits counts
+            rows = ops.convert_to_tensor(float(self.rows), loss.dtype)
+            call = f"the rows of {self.model.name}"
+            share = rows / ranks.all_sum(self.strategy, call, [rows])[0]
+        return theirs(loss) * share
 
     def apply(self, optimizer: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:
         """Apply the gradients of the mean loss over all rows. Collective."""
-        if self._rows is None:
+        if self.rows is None:
             raise ContextError(
                 f"mpidist.keras: {optimizer.name} was applied outside of a train_step, "
                 "where the number of rows is unknown; use fit or train_on_batch"
             )
         given = list(args)
-        grads, weight = list(given[ranks.GRADIENTS]), self._rows / self._unit
+        grads, weight = list(given[ranks.GRADIENTS]), self.rows / self._unit
         own = [g for g in grads if g is not None]
         if not weight:  # whatever they are: they may be nan
             own = [ops.zeros_like(g) for g in own]
-        elif optimizer.name not in self._weighed:
+        elif id(optimizer) not in self._weighed:
             for layer in checks.batch_norms_of(self.model):
                 checks.refuse(
                     f"call {optimizer.name}.scale_loss(loss) in train_step: the "
@@ -430,7 +427,9 @@ class DistributedModel:
         rows = ops.convert_to_tensor(weight, keras.config.floatx())
         call = f"the gradients of {self.model.name}"
         *sums, total = ranks.all_sum(self.strategy, call, [*own, rows])
-        means = iter([g / ops.cast(total, g.dtype) for g in sums])
+        if not (id(optimizer) in self._weighed and checks.scales_losses(optimizer)):
+            sums = ranks.divided(sums, total)
+        means = iter(sums)
         given[ranks.GRADIENTS] = [None if g is None else next(means) for g in grads]
         return theirs(*given, **kwargs)
 
@@ -480,22 +479,27 @@ class DistributedModel:
             )
         return theirs(*args, **kwargs)
 
-    def moments(self, layer: Any, theirs: Any, inputs: Any, mask: Any) -> Any:
-        """Return mean and variance of the rows of all ranks. Collective."""
-        if self._rows is None:
-            return theirs(inputs, mask)
-        if mask is not None:
-            checks.refuse(f"{layer.name} normalises rows with a mask")
-        axes = compat.reduction_axes(layer)
-        mean, variance = ops.moments(inputs, axes=axes)
-        count = float(np.prod([inputs.shape[i] for i in axes])) if self._rows else 0.0
-        own = ops.concatenate([ops.full((1,), count, mean.dtype), mean, variance])
-        every = ranks.stack(self.strategy, layer.name, own)
-        counts, means, variances = ops.split(every, [1, 1 + mean.shape[0]], axis=1)
-        shares = counts / ops.sum(counts)
-        mean = ops.sum(shares * means, axis=0)
-        # The mean of the ranks' variances, and the variance of their means
-        return mean, ops.sum(shares * (variances + (means - mean) ** 2), axis=0)
+
+def _moments(layer: Any, theirs: Any, inputs: Any, mask: Any) -> Any:
+    """Return mean and variance of the rows of all ranks. Collective.
+
+    For a batch normalisation, which may be a layer of several models.
+    """
+    model = DistributedModel.training
+    if model is None:
+        return theirs(inputs, mask)
+    if mask is not None:
+        checks.refuse(f"{layer.name} normalises rows with a mask")
+    axes = compat.reduction_axes(layer)
+    mean, variance = ops.moments(inputs, axes=axes)
+    count = float(np.prod([inputs.shape[i] for i in axes])) if model.rows else 0.0
+    own = ops.concatenate([ops.full((1,), count, mean.dtype), mean, variance])
+    every = ranks.stack(model.strategy, layer.name, own)
+    counts, means, variances = ops.split(every, [1, 1 + mean.shape[0]], axis=1)
+    shares = counts / ops.sum(counts)
+    mean = ops.sum(shares * means, axis=0)
+    # The mean of the ranks' variances, and the variance of their means
+    return mean, ops.sum(shares * (variances + (means - mean) ** 2), axis=0)
 
 
 def _numbers(results: dict[str, Any]) -> dict[str, Any]:

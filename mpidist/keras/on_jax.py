@@ -23,6 +23,11 @@ def all_sum(strategy: Strategy, call: str, arrays: Sequence[Any]) -> list[Any]:
     return list(mpidist.jax.all_reduce("SUM", list(arrays), strategy=strategy))
 
 
+def divided(sums: list[Any], total: Any) -> list[Any]:
+    """Return sums divided by a number."""
+    return [array / total.astype(array.dtype) for array in sums]
+
+
 def stack(strategy: Strategy, call: str, array: Any) -> Any:
     """Return all ranks' arrays, `(ranks, *shape)`. Collective, derivatives as well."""
     return mpidist.jax.all_gather(array[None], strategy=strategy)
@@ -33,6 +38,4 @@ def is_lost(array: Any) -> bool:
     return bool(array.is_deleted())
 
 
-def copies(values: Sequence[Any]) -> list[Any]:
-    """Return arrays that stay as they are when variables change."""
-    return list(values)
+copies = list  # arrays stay as they are when variables change

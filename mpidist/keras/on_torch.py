@@ -36,6 +36,13 @@ def all_sum(strategy: Strategy, call: str, tensors: Sequence[Any]) -> list[Any]:
         return [devices.as_tensor(array) for array in sums]
 
 
+def divided(sums: list[Any], total: Any) -> list[Any]:
+    """Return sums, which are not needed any more, divided by a number."""
+    if float(total) != 1:  # as of a whole batch
+        torch._foreach_div_(sums, float(total))
+    return sums
+
+
 def stack(strategy: Strategy, call: str, tensor: Any) -> Any:
     """Return all ranks' tensors, `(ranks, *shape)`. Collective, derivatives as well."""
     return _Stack.apply(strategy, call, tensor)

@@ -18,8 +18,6 @@ else:
 
     import mpidist.keras
 
-pytest.importorskip("keras")
-
 
 @pytest.fixture(autouse=True)
 def seeded():

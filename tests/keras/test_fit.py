@@ -109,6 +109,14 @@ def test_rank_0_writes_and_shows(comm, distribute, mpi_tmp_path, capsys):
     assert len(paths[1].read_text().splitlines()) == 2
 
 
+def test_a_normalisation_of_two_models(distribute):
+    norm = layers.BatchNormalization(momentum=0.5)
+    for model in (make(norm), make(norm)):
+        distribute(model).fit(X, Y, len(X), verbose=0)
+    means = keras.ops.convert_to_numpy(norm.moving_mean.value)
+    np.testing.assert_allclose(means, 0.75 * X.mean(0), 1e-4)
+
+
 def test_a_callback_may_predict(distribute):
     model, shapes = distribute(make()), []
     watching = keras.callbacks.LambdaCallback(

@@ -202,3 +202,17 @@ def test_a_rank_that_goes_another_way(comm, distribute):
     if comm.size > 1:
         with pytest.raises(mpidist.DivergenceError):
             (model.fit if comm.rank else model.evaluate)(X, Y, verbose=0)
+
+
+def test_a_rank_that_stops_alone(comm, strategy, distribute):
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = comm.rank == 1
+
+    model = distribute(make())
+    # On JAX a step has the same call for gradients as for metrics, of other arrays
+    differ = mpidist.DivergenceError, mpidist.MismatchError
+    if comm.size > 1:
+        with pytest.raises(differ):
+            model.fit(X, Y, 2, callbacks=[Stop()], verbose=0)
+        require_usable(strategy)
