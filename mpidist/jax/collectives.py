@@ -262,6 +262,7 @@ def _shapes(args: Sequence[Any], call: _Call) -> list[jax.ShapeDtypeStruct]:
     """Return the shapes and dtypes of results. An all_gather stacks its arguments."""
     front = (call.strategy.num_replicas_in_sync,) if call.name == "all_gather" else ()
     dtypes = [call.op.rule.result(a.dtype) if call.op else a.dtype for a in args]
+    dtypes = list(map(jax.dtypes.canonicalize_dtype, dtypes))  # without x64
     shapes = [(*front, *a.shape) for a in args]
     return list(map(jax.ShapeDtypeStruct, shapes, dtypes))
 

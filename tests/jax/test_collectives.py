@@ -41,6 +41,12 @@ def test_means_of_wide_integers_are_wide(comm, reduce, enable_x64):
         assert mean.dtype == np.float64
 
 
+def test_a_mean_of_integers_is_a_float(comm, reduce):
+    mean = mj.jit(lambda x: reduce("MEAN", x))(jnp.full(4, comm.rank))
+    assert mean.dtype == jnp.result_type(float)
+    assert mean[0] == (comm.size - 1) / 2
+
+
 def test_a_root_that_is_no_replica_is_refused(comm, strategy):
     n = comm.size
     with pytest.raises(ArgumentError, match=f"root must be below {n}, not {n}"):

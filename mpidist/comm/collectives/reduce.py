@@ -331,6 +331,7 @@ def plan_reduction(
       inputs: the leaves as arrays.
       is_packed: whether they travel with the comparison; see `fits`.
     """
+    is_packed = is_packed and len(inputs) > 0
     packs = _make_packs(op, inputs) if is_packed and state.size > 1 else []
     pages, comparison = None, state.consensus.comparison
     if packs and isinstance(comparison, PayloadComparison):
