@@ -61,6 +61,8 @@ _DEFAULT = CommunicationOptions()
 # Arrays on a GPU that travel with the comparison: so many, and so many bytes
 _GPU_ARRAYS = 8
 _GPU_BYTES = 16 << 10
+# Of one rank: results that share memory keep each other alive
+_ALONE_BYTES = 128 << 10
 # "Some rank has large integers": a float, so that it is not packed with such integers
 _FLAG = np.dtype(np.float64)
 
@@ -159,8 +161,7 @@ class ReducePlan(NamedTuple):
       options: see `CommunicationOptions`.
       structure: of the value.
       is_packed: whether the leaves are sent with the comparison.
-      packs: these leaves; empty for one rank, which sends nothing.
-      out: the dtypes of the results.
+      packs: these leaves.
       pages: where the packs of all ranks are, see `Comparison.pages`.
       has_integers: whether sums or products may overflow.
       is_on_gpu: whether some of the leaves are.
@@ -175,7 +176,6 @@ class ReducePlan(NamedTuple):
     structure: Structure
     is_packed: bool
     packs: Sequence[_Pack]
-    out: Sequence[np.dtype[Any]]
     pages: Pages | None
     has_integers: bool
     is_on_gpu: bool
@@ -299,14 +299,14 @@ def fits(
     """
     # What fits on a page beside the call signature: see `Comparison`.
     limit = state.consensus.comparison.payload_bytes
-    if is_direct(options) or options.compression is not None:
+    if state.size == 1:
+        limit = _ALONE_BYTES
+    if limit == 0 or is_direct(options) or options.compression is not None:
         return False
     on_gpu = sum(map(arrays.is_device_array, inputs))
-    if state.size == 1:
-        return not on_gpu
     if on_gpu:  # each has to be copied twice
         limit = min(limit, _GPU_BYTES)
-    if limit == 0 or on_gpu > _GPU_ARRAYS:
+    if on_gpu > _GPU_ARRAYS or (on_gpu and state.size == 1):
         return False
     return arithmetic.bound_bytes(op, inputs) <= limit
 
@@ -332,9 +332,10 @@ def plan_reduction(
       is_packed: whether they travel with the comparison; see `fits`.
     """
     is_packed = is_packed and len(inputs) > 0
-    packs = _make_packs(op, inputs) if is_packed and state.size > 1 else []
+    packs = _make_packs(op, inputs) if is_packed else []
     pages, comparison = None, state.consensus.comparison
-    if packs and isinstance(comparison, PayloadComparison):
+    # One rank has no pages to share; it fills arrays of its own.
+    if packs and state.size > 1 and isinstance(comparison, PayloadComparison):
         pages = comparison.pages([(pack.dtype, pack.shape) for pack in packs])
     return ReducePlan(
         call,
@@ -343,7 +344,6 @@ def plan_reduction(
         structure,
         is_packed,
         packs,
-        [op.rule.result(a.dtype) for a in inputs],
         pages,
         combine=op.rule.combine,
         has_integers=arithmetic.may_not_fit(op, [a.dtype for a in inputs]),
@@ -369,9 +369,13 @@ def reduce_packed(
 
     results: list[Any] = [None] * len(inputs)
     with plan.call as call:
-        if plan.pages is None:  # of one rank, whose values are the results
-            return [np.array(a, out, order="C") for a, out in zip(inputs, plan.out)]
-        parts = call.exchange(plan.pages, fill)
+        if plan.pages is None:  # of one rank
+            # Converted and packed as many ranks do it, which gives their dtypes
+            alone = [np.empty(pack.shape, pack.dtype) for pack in plan.packs]
+            fill(alone)
+            parts: Sequence[Sequence[Any]] = [(a,) for a in alone]
+        else:
+            parts = call.exchange(plan.pages, fill)
         while True:
             try:
                 # Views of shared pages, valid until the next agreement: totals are
