@@ -199,6 +199,9 @@ class ArrayFiles:
     def _read_file(
         self, i: int, rows: Positions, where: Positions, results: Sequence[Any]
     ) -> None:
+        # Before kept blocks are used, too
+        if _stamp(self._paths[i]) != self._files[i].stamp:
+            raise DataError("it has changed since its rows were counted")
         if chunk := self._files[i].chunk:
             block_of = rows // chunk
             numbers = np.unique(block_of).tolist()
@@ -221,9 +224,7 @@ class ArrayFiles:
         return _Block(leaves, sum(leaf.nbytes for leaf in leaves))
 
     def _arrays(self, i: int) -> Sequence[Any]:
-        """Return the arrays of a file, which is as it was when it was described."""
-        if _stamp(self._paths[i]) != self._files[i].stamp:
-            raise DataError("it has changed since its rows were counted")
+        """Return the arrays of a file, which are as it was described."""
         with self._lock:
             if i not in self._opened:
                 opened, spec = nest.flatten(self._open_file(str(self._paths[i])))

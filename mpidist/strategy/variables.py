@@ -474,11 +474,8 @@ class Variable(ArrayView, DistributedValues):
         `part` says which elements `apply` changes, if not all; replicas that
         communicate must pass the same.
         """
-        frame = context.current()
-        if frame.strategy is not self._strategy:
-            context.frame_for(self._strategy, self._name)  # it may raise
-        is_replica = frame.replica is not None and frame.strategy is self._strategy
-        if not (frame.is_update or is_replica):
+        frame = context.frame_for(self._strategy, self._name)
+        if not (frame.is_update or frame.is_replica_of(self._strategy)):
             new = self._apply_everywhere(operation, apply, value, part)
         else:
             if frame.is_update or self._is_on_read or self._is_default:

@@ -101,7 +101,8 @@ def damage(path):
 
 
 def replace_by_others(path):
-    np.save(path, np.zeros(3, "i1"))
+    with open(path, "wb") as file:  # np.save would append .npy to its name
+        np.save(file, np.zeros(3, "i1"))
 
 
 @pytest.mark.parametrize("change", [os.remove, damage, replace_by_others])
@@ -132,6 +133,22 @@ def test_a_file_that_changes_is_an_error_on_all_ranks(
         change(files.parent / "2.npy")
     comm.Barrier()
     with pytest.raises(mpidist.DataError, match=r"2\.npy"):
+        list(data)
+    require_usable(strategy)
+
+
+@pytest.mark.parametrize("change", [os.remove, damage, replace_by_others])
+def test_rows_of_kept_chunks_are_checked(strategy, comm, h5_files, change):
+    files, *_ = h5_files
+    data = strategy.experimental_distribute_dataset(
+        Dataset.from_files(files, open_h5).shuffle(seed=1).batch(6)
+    )
+    list(data)
+    comm.Barrier()
+    if comm.rank == 0:
+        change(files[1])
+    comm.Barrier()
+    with pytest.raises(mpidist.DataError, match=r"b\.h5"):
         list(data)
     require_usable(strategy)
 

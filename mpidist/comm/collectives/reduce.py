@@ -160,8 +160,7 @@ class ReducePlan(NamedTuple):
       op: the operation.
       options: see `CommunicationOptions`.
       structure: of the value.
-      is_packed: whether the leaves are sent with the comparison.
-      packs: these leaves.
+      packs: the leaves sent with the comparison; empty if none.
       pages: where the packs of all ranks are, see `Comparison.pages`.
       has_integers: whether sums or products may overflow.
       is_on_gpu: whether some of the leaves are.
@@ -174,7 +173,6 @@ class ReducePlan(NamedTuple):
     op: ReduceOp
     options: CommunicationOptions
     structure: Structure
-    is_packed: bool
     packs: Sequence[_Pack]
     pages: Pages | None
     has_integers: bool
@@ -213,7 +211,7 @@ def all_reduce(
     if detail is not None:
         key, plan, leaves, spec = state.plans.find(operation, detail, value, kind_of)
         if plan is not None:
-            execute = reduce_packed if plan.is_packed else _execute
+            execute = reduce_packed if plan.packs else _execute
             results = execute(state, plan, leaves)
             return plan.structure.unflatten_results(results, leaves, spec)
     wanted = _DEFAULT if options is None else options
@@ -273,7 +271,7 @@ def _execute(
     reduction: Reduction | None = None,
 ) -> list[Any]:
     """Return the reductions of the leaves, once the ranks agree. Collective."""
-    if plan.is_packed:
+    if plan.packs:
         return reduce_packed(state, plan, inputs)
     # Plain numbers become arrays only here: the packed path takes them as they are.
     values = [a if hasattr(a, "dtype") else np.asarray(a) for a in inputs]
@@ -331,7 +329,6 @@ def plan_reduction(
       inputs: the leaves as arrays.
       is_packed: whether they travel with the comparison; see `fits`.
     """
-    is_packed = is_packed and len(inputs) > 0
     packs = _make_packs(op, inputs) if is_packed else []
     pages, comparison = None, state.consensus.comparison
     # One rank has no pages to share; it fills arrays of its own.
@@ -342,7 +339,6 @@ def plan_reduction(
         op,
         options,
         structure,
-        is_packed,
         packs,
         pages,
         combine=op.rule.combine,
