@@ -243,7 +243,9 @@ class Dataset(metaclass=_DatasetType):
             files. Changes inside of folders, such as those of Zarr, are not noticed.
 
         Example:
-          >>> np.save("rows.npy", np.arange(6.0).reshape(3, 2))
+          >>> if strategy.rank == 0:
+          ...     np.save("rows.npy", np.arange(6.0).reshape(3, 2))
+          >>> strategy.barrier()
           >>> data = mpidist.Dataset.from_files("rows.npy", np.load)
           >>> print(*data.batch(2))
           [[0. 1.]
