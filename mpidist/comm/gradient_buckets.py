@@ -168,6 +168,11 @@ class BucketStep:
         if not self._lacking[bucket]:
             self._is_ready[bucket].set()
 
+    @property
+    def is_reduced(self) -> bool:
+        """Whether all buckets are reduced: no rank waits for this one's data."""
+        return self._reduced == len(self._buckets)
+
     def cancel(self, error: BaseException) -> None:
         """Let the thread end if no rank has put a leaf."""
         self._is_cancelled = True
@@ -584,7 +589,7 @@ class GradientBuckets:
             step.fail(error)
         else:  # no rank has put a gradient, if all know of the error
             step.cancel(error)
-        if not is_known:
+        if not (is_known or step.is_reduced):
             self._own.mark_broken(error)
         elif name == "__exit__":
             step.finish()

@@ -198,6 +198,10 @@ class Name(NamedTuple):
 
     def may_not_equal(self, other):
         """Return whether another order has to be another one."""
+        # What a job keeps is the first epoch of the dataset that used it first
+        is_kept = [f"{name.dataset}".startswith("job") for name in (self, other)]
+        if self.shuffle == other.shuffle and len({*is_kept}) == 2:
+            return self.path != other.path
         # How the repetitions of an epoch are counted is not known
         repeats = [[pair[0] for pair in name.path[1:]] for name in (self, other)]
         return self.shuffle != other.shuffle or repeats[0] == repeats[1]

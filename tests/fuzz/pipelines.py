@@ -258,7 +258,7 @@ class Pipelines:
             if only_sources and len(parts) > 1:
                 parts.pop(file.path.name)
             row_files.put(self.world.folder, parts, how)
-        file.ids, x = self.world.comm.bcast(found)
+        file.ids, x, layout = self.world.comm.bcast(found)
         file.version, file.how = file.version + 1, (layout, seed)
         self.values |= zip(file.ids, x)
         self.job.changed.add(file.number)

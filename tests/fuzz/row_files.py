@@ -190,6 +190,8 @@ class RowFile:
     def write(self, layout, rows, seed, old):
         """Return files of the next version: their bytes, its ids, and what h5py reads.
 
+        Also the layout that they have.
+
         Args:
           layout: one of LAYOUTS.
           rows: their number.
@@ -217,7 +219,7 @@ class RowFile:
             return self.write("contiguous", rows, seed, old)
         parts = {part.name: part.read_bytes() for part in folder.iterdir()}
         shutil.rmtree(folder)
-        return parts, ids, x
+        return parts, ids, x, layout
 
 
 def read(path, name):

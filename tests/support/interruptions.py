@@ -15,22 +15,30 @@ class Interrupt(Exception):
 
 @contextlib.contextmanager
 def interrupted(number, kind=Interrupt, folder=FOLDER, is_counted=lambda: True):
-    """Raise at this line of mpidist, counted from the first public function on.
+    """Raise at this line of mpidist, counted in public collectives where `is_counted()`.
 
-    Of the lines at which `is_counted()`.
+    What is between them, such as a property, is the user's own code.
     """
-    left = [number]
+    left, open_calls = [number], []
 
     def at_line(frame, event, argument):
-        if event == "line" and is_counted():
+        if event == "line" and open_calls and is_counted():
             left[0] -= 1
         if left[0] == 0:
             sys.settrace(None)
             raise kind(f"at {frame.f_code.co_name}")
         return at_line
 
+    def at_end(frame, event, argument):
+        if event == "return":
+            open_calls.remove(frame)
+        return at_end
+
     def at_call(frame, event, argument):
         path = frame.f_code.co_filename
+        if path.endswith("text in public_calls.py"):
+            open_calls.append(frame)
+            return at_end
         is_inside = path.startswith(folder) and not path.endswith("public_calls.py")
         return at_line if is_inside else None
 
