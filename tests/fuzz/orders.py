@@ -80,6 +80,10 @@ def is_known(items):
     return not any(isinstance(atom, Slot) for atom in atoms(items))
 
 
+class UnknownOrder(Exception):
+    """What a program reads next is not known, after its files have changed."""
+
+
 def whole(items):
     """Return known elements that some slots hold in any order; None if not known."""
     known, slots = [], collections.defaultdict(set)

@@ -11,7 +11,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import row_files
 from job import World
-from orders import SHIFT, Batch, Name, Number, Orders, Slot, is_known, shifted, whole
+from orders import (
+    SHIFT,
+    Batch,
+    Name,
+    Number,
+    Orders,
+    Slot,
+    UnknownOrder,
+    is_known,
+    shifted,
+    whole,
+)
 
 import mpidist
 
@@ -380,7 +391,9 @@ class Pipelines:
 
         def items(epoch):
             before = parent.items(epoch)
-            kept = [item for item in whole(before) if key_of(item) % by]
+            if (known := whole(before)) is None:
+                raise UnknownOrder
+            kept = [item for item in known if key_of(item) % by]
             if is_known(before):
                 return kept
             name = Name(number, (epoch.dataset, before[0].order), epoch.path)
