@@ -200,10 +200,17 @@ class Name(NamedTuple):
     dataset: Any
     path: tuple[Any, ...]
 
+    def is_of_job(self):
+        """Return whether the order is that of a job, or else of a dataset."""
+        dataset = self.dataset
+        while isinstance(dataset, tuple):
+            dataset = dataset[0]
+        return f"{dataset}".startswith("job")
+
     def may_not_equal(self, other):
         """Return whether another order has to be another one."""
         # What a job keeps is the first epoch of the dataset that used it first
-        is_kept = [f"{name.dataset}".startswith("job") for name in (self, other)]
+        is_kept = [name.is_of_job() for name in (self, other)]
         if self.shuffle == other.shuffle and len({*is_kept}) == 2:
             return self.path != other.path
         # How the repetitions of an epoch are counted is not known

@@ -37,7 +37,7 @@ class Job:
       datasets: of this process, and those that a strategy has divided.
       epochs: how many times each was iterated over.
       names: of datasets.
-      files: numbers of their rows, when the job began.
+      files, versions: numbers of their rows, and of themselves, when the job began.
       fixed: whose order shuffles without a seed have.
       changed: numbers of files that have changed since.
     """
@@ -45,6 +45,7 @@ class Job:
     def __init__(self, name, files):
         self.name = name
         self.files = [list(file.ids) for file in files]
+        self.versions = {file.number: file.version for file in files}
         self.datasets: dict[Any, Any] = {}
         self.epochs: dict[Any, int] = {}
         self.names: dict[Any, str] = {}
@@ -495,6 +496,9 @@ class Pipelines:
                 path = path if again else ("fixed",)
             if seed is not None:
                 dataset = "any"
+            if window is not None:  # chunks are shuffled, of the files as they were
+                read = {n for part in parent.walk() for n in part.files}
+                dataset = dataset, *((n, epoch.job.versions.get(n)) for n in read)
             return self.orders.slots(Name(number, dataset, path), before, is_random)
 
         def make(dataset):
