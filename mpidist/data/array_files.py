@@ -107,8 +107,10 @@ class ArrayFiles:
             return f"{self.identify()}, by file"
         files, starts = self._known()
         layout = self.chunk_layout()
-        kind = f"{files[0].kind}, first rows {starts.tolist()}, blocks of {layout.rows}"
-        return f"{self.identify()}: {kind}"
+        # Not the dtypes' repr, which differs once they were pickled
+        kind = f"{files[0].kind[0]}, {_text(files[0])}"
+        parts = f"first rows {starts.tolist()}, blocks of {layout.rows}"
+        return f"{self.identify()}: {kind}, {parts}"
 
     def inspect(self, files: Iterable[int]) -> list[_File]:
         """See `IndexedSource.inspect`.

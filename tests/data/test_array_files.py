@@ -6,7 +6,7 @@ import pickle
 import h5py
 import numpy as np
 import pytest
-from all_ranks import local, on_all_ranks, require_usable
+from all_ranks import local, on_all_ranks, require_usable, rows_in_order
 
 import mpidist
 from mpidist import Dataset
@@ -76,6 +76,19 @@ def test_rows_of_a_state_that_goes_on(strategy, comm, h5_files):
     everything = on_all_ranks(strategy, comm, [*begun, *rest])
     found = np.concatenate([part for parts in everything for part in parts])
     np.testing.assert_array_equal(np.sort(found, axis=0), x)
+
+
+def test_a_state_of_one_process_goes_on_divided(strategy, comm, h5_files):
+    files, _, y = h5_files
+
+    def make():
+        return Dataset.from_files(files, open_h5).batch(5)
+
+    before = iter(make())
+    next(before)
+    after = iter(strategy.experimental_distribute_dataset(make()))
+    after.set_state(before.get_state())
+    assert rows_in_order(strategy, comm, [b["y"] for b in after]) == y[5:].tolist()
 
 
 @pytest.mark.parametrize("rows", [[0, 29, 13, 13, 12], [], list(range(30))[::-1]])

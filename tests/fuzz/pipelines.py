@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import h5py
 import numpy as np
 import row_files
 from job import World
@@ -329,6 +330,42 @@ class Pipelines:
         columns = {"id": np.array(ids), "x": x}
         self.push(lambda: Dataset.from_tensor_slices(columns), lambda e: ids)
 
+    def opened(self, chunk_rows, *numbers):
+        """Read copies of some files, as they are now, by a function that opens them."""
+        copies = [self._rows(number) for number in numbers]
+        if not self.files or not any(ids for _, ids in copies):
+            return
+        dtype = row_files.native(np.empty(0, self.dtype)).dtype
+        paths = [self.world.folder / f"o{next(self.numbers)}.h5" for _ in copies]
+        for path, (rows, ids) in zip(paths, copies) if self.world.rank == 0 else ():
+            x = np.array([row["x"] for row in rows], dtype)
+            columns = {"id": np.array(ids, "i8"), "x": x.reshape(len(ids), *self.shape)}
+            with h5py.File(path, "w") as file:
+                for name, array in columns.items():
+                    inner, is_chunked = array.shape[1:], chunk_rows and array.size
+                    file.create_dataset(
+                        name,
+                        data=array,
+                        chunks=(chunk_rows, *inner) if is_chunked else None,
+                        maxshape=(None, *inner) if is_chunked else None,
+                    )
+        self.world.comm.Barrier()
+
+        def open_file(path):
+            file = h5py.File(path, locking=False)
+            return {"id": file["id"], "x": file["x"]}
+
+        def items(epoch):
+            first, step = epoch.worker or (0, 1)
+            return [i for _, ids in copies[first::step] for i in ids]
+
+        self.push(
+            lambda: Dataset.from_files(paths, open_file),
+            items,
+            files=tuple(range(-len(paths), 0)),  # numbers of no file that changes
+            is_divisible=True,
+        )
+
     def generator(self, number, reuses=False):
         rows, ids = self._rows(number)
 
@@ -397,7 +434,8 @@ class Pipelines:
             kept = [item for item in known if key_of(item) % by]
             if is_known(before):
                 return kept
-            name = Name(number, (epoch.dataset, before[0].order), epoch.path)
+            order = next(item.order for item in before if isinstance(item, Slot))
+            name = Name(number, (epoch.dataset, order), epoch.path)
             return self.orders.slots(name, kept, is_random=False)
 
         self.stack.pop()

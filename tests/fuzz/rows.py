@@ -600,6 +600,7 @@ FILES = {
 SOURCES = {
     "hdf5": some_numbers,
     "arrays": lambda r: [r.randrange(4)],
+    "opened": lambda r: [r.choice([0, 1, 3, 50]), *some_numbers(r)],
     "generator": lambda r: [r.randrange(4), r.random() < 0.5],
     "range": lambda r: [r.choice([0, 1, 5, 30])],
     "interleaved_files": lambda r: [
@@ -678,7 +679,7 @@ def some_reads(r):
 
 def some_pipeline(r):
     """Draw a pipeline, which is read here and there."""
-    steps = some_steps(r, SOURCES, [5, 1, 1, 1, 1], r.choice([1, 1, 2]))
+    steps = some_steps(r, SOURCES, [5, 1, 2, 1, 1, 1], r.choice([1, 1, 2]))
     for _ in range(r.choice([1, 2, 2])):
         steps += some_transformations(r, 6) + some_reads(r)
     return steps
@@ -692,7 +693,7 @@ def some_parts(r):
     if r.random() < 0.3:
         parts = [["shard", 2, 0], ["shard", 2, 1]]
     return [
-        *some_steps(r, SOURCES, [5, 1, 1, 1, 1], 1),
+        *some_steps(r, SOURCES, [5, 1, 2, 1, 1, 1], 1),
         *some_transformations(r, 2),
         ["shuffle", some_seed(r), again, 100, window],
         ["cache"] * (r.random() < 0.2) or ["prefetch", 0],
@@ -708,7 +709,7 @@ def some_pairs(r):
     shuffle = ["shuffle", None, r.random() < 0.5, 100, r.choice([None, 0, 5])]
     orders = r.choice([[shuffle, ["fork"]], [["fork"], shuffle, ["swap"], shuffle]])
     return [
-        *(*some_steps(r, SOURCES, [5, 1, 1, 1, 1], 1), *orders),
+        *(*some_steps(r, SOURCES, [5, 1, 2, 1, 1, 1], 1), *orders),
         *(["swap"], *some_transformations(r, 2), ["zip"]),
         *(*some_transformations(r, 3), *some_reads(r)),
     ]

@@ -15,9 +15,9 @@ class Interrupt(Exception):
 
 @contextlib.contextmanager
 def interrupted(number, kind=Interrupt, folder=FOLDER, is_counted=lambda: True):
-    """Raise at this line of mpidist, counted in public collectives where `is_counted()`.
+    """Raise at this line of mpidist, counted where `is_counted()`.
 
-    What is between them, such as a property, is the user's own code.
+    Only lines of public collectives count: what is between them is the user's own code.
     """
     left, open_calls = [number], []
 
