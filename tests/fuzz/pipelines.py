@@ -99,6 +99,7 @@ class Node:
       shuffle: the number of the shuffle, if it is one.
       is_divisible: whether each rank may have some of the files.
       drops: whether it leaves out the rows of a short batch.
+      is_copy: whether it has rows of a file as they were when it was made.
     """
 
     make: Callable[..., Any]
@@ -113,6 +114,7 @@ class Node:
     is_ahead: bool = False
     is_divisible: bool = False
     drops: bool = False
+    is_copy: bool = False
     shuffle: int | None = None
 
     def is_shuffled(self):
@@ -255,6 +257,7 @@ class Pipelines:
         self.change(number, layout, rows, seed, "replace", 0, False)
         self.job.changed.discard(number)
         self.job.files[number] = self.files[number].ids
+        self.job.versions[number] = 0
 
     def change(self, number, layout, rows, seed, how, kept, only_sources):
         """Write another version of a file, or only of what it refers to."""
@@ -328,7 +331,9 @@ class Pipelines:
             [row["x"] for row in rows], row_files.native(np.empty(0, self.dtype)).dtype
         )
         columns = {"id": np.array(ids), "x": x}
-        self.push(lambda: Dataset.from_tensor_slices(columns), lambda e: ids)
+        self.push(
+            lambda: Dataset.from_tensor_slices(columns), lambda e: ids, is_copy=True
+        )
 
     def opened(self, chunk_rows, *numbers):
         """Read copies of some files, as they are now, by a function that opens them."""
@@ -364,6 +369,7 @@ class Pipelines:
             items,
             files=tuple(range(-len(paths), 0)),  # numbers of no file that changes
             is_divisible=True,
+            is_copy=True,
         )
 
     def generator(self, number, reuses=False):
@@ -373,7 +379,7 @@ class Pipelines:
             kept = {}
             return (reused(row, kept) if reuses else row for row in rows)
 
-        self.push(lambda: Dataset.from_generator(generate), lambda e: ids)
+        self.push(lambda: Dataset.from_generator(generate), lambda e: ids, is_copy=True)
 
     def range(self, count):
         items = [Number(i) for i in range(count)]

@@ -256,7 +256,7 @@ class Play(Pipelines):
         if version:
             self.job.changed.add(number)
         else:
-            self.job.files[number] = file.ids
+            self.job.files[number], self.job.versions[number] = file.ids, 0
 
     def _stored(self, path):
         """Return the names of a writer's files, and the rows that h5py reads."""
@@ -500,7 +500,7 @@ class Reader:
         old = rows - {row for file in self.play.files for row in file.ids}
         new = rows - {row for ids in self.job.files for row in ids}
         nodes = [part for node in self.nodes for part in node.walk()]
-        if any(part.is_late for part in nodes):
+        if any(part.is_late or part.is_copy for part in nodes):
             return None, None
         if old and new:
             return f"rows of before and after a change: {rows}", None
