@@ -570,6 +570,7 @@ class Pipelines:
             ),
             change,
             is_iterable=True,
+            is_ahead=True,
         )
 
     def fork(self):
