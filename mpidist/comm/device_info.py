@@ -109,11 +109,16 @@ def why_no_nccl(versions: Sequence[int], identities: Sequence[GpuIdentity]) -> s
     # All ranks know all versions, so all give the same reason.
     if not all(versions):
         rank = list(versions).index(0)
-        return f"CuPy finds no NCCL on rank {rank}; run pip install nvidia-nccl-cu13"
+        return (
+            f"CuPy finds no NCCL on rank {rank}; run pip install nvidia-nccl-cu12 with "
+            "cupy-cuda12x, or nvidia-nccl-cu13 with cupy-cuda13x"
+        )
     if len(set(versions)) > 1:
         return f"the ranks have different versions of NCCL: {sorted(set(versions))}"
-    # To NCCL, parts of one GPU (MIG) are the same GPU
-    if len({(i.host, i.pci_bus_id) for i in identities}) < len(identities):
+    # To NCCL, parts of one GPU (MIG) are the same GPU. Nodes may have equal names, as
+    # containers have, but the GPUs of two nodes differ in their uuid
+    gpus = {(i.host, i.pci_bus_id, "MIG" not in i.name and i.uuid) for i in identities}
+    if len(gpus) < len(identities):
         return "ranks share a GPU, which NCCL refuses"
     return ""
 

@@ -131,15 +131,18 @@ def test_no_nccl_is_no_warning(monkeypatch, tmp_path):
 
 def test_why_there_is_no_nccl():
     other = GPU._replace(pci_bus_id="0000:5e:00.0", uuid="cd34")
-    part = GPU._replace(uuid="ef56")  # another instance of a partitioned GPU
+    mig = GPU._replace(name="H100 MIG 1g.10gb")  # an instance of a partitioned GPU
+    part = mig._replace(uuid="ef56")  # another one
+    named_alike = GPU._replace(uuid="ef56")  # of another node of the same name
     assert why_no_nccl([22703, 22703], [GPU, other]) == ""
     assert why_no_nccl([22703, 22703], [GPU, GPU._replace(host="node2")]) == ""
+    assert why_no_nccl([22703, 22703], [GPU, named_alike]) == ""
     assert why_no_nccl([22703], [GPU]) == "there is one replica"
     assert "no NCCL on rank 1;" in why_no_nccl([22703, 0], [GPU, other])
     different = why_no_nccl([22703, 21805], [GPU, other])
     assert different == "the ranks have different versions of NCCL: [21805, 22703]"
-    for same in (GPU, part):
-        assert why_no_nccl([22703, 22703], [GPU, same]).startswith("ranks share a GPU")
+    for pair in [GPU, GPU], [mig, part]:
+        assert why_no_nccl([22703, 22703], pair).startswith("ranks share a GPU")
 
 
 @pytest.mark.mpi(min_size=2)
