@@ -22,6 +22,7 @@ from mpidist.device.binding import (
     shared_gpus,
 )
 from mpidist.errors import LaunchError
+from mpidist.launch.launchers import environ_of_another_job
 from mpidist.util.files import read_regular, replace_file, user_directory
 from mpidist.util.settings import ALLOW_SHARED_GPU, CUDA_AWARE, resolve
 
@@ -160,7 +161,8 @@ def find_support(
     def look() -> tuple[tuple[bool, str] | None, Support | None, str]:
         override = _override(asked_for, os.environ)
         # A job may have several kinds of GPUs; each kind is tried once.
-        key = f"{library} | CUDA {identity.driver} | {identity.name}"
+        way = " ".join([str(probe.library_path()), *_ways(os.environ)])
+        key = f"{library} | {way} | CUDA {identity.driver} | {identity.name}"
         return override, ask(library, os.environ), key
 
     everyone = consensus.gather_objects(_AWARE_CALL, look)
@@ -191,6 +193,19 @@ def find_support(
         is_aware = "it is" if worst.is_aware else "it is not"
         says = f"otherwise {is_aware}: {worst.why}"
     return Support(override[0], f"{override[1]}, where {says}")
+
+
+# How the names of variables begin that choose how MPI moves data
+_WAYS = ("UCX_", "FI_", "MPICH_", "MPIR_CVAR_", "MV2_", "I_MPI_")
+_WAYS += tuple(
+    f"OMPI_MCA_{part}" for part in ("pml", "mtl", "btl", "coll", "osc", "accelerator")
+)
+_WAYS += ("OMPI_MCA_opal_cuda", "OMPI_MCA_mpi_cuda")
+
+
+def _ways(environ: Mapping[str, str]) -> list[str]:
+    kept = environ_of_another_job(environ)
+    return [f"{n}={kept[n]}" for n in sorted(kept) if n.startswith(_WAYS)]
 
 
 def _override(

@@ -23,7 +23,7 @@ from mpidist.launch.commands import python_child
 from mpidist.launch.launchers import environ_of_another_job
 
 _SECONDS = 60
-_CRASH = "it ended by"
+_CRASH = re.compile("it ended by SIG(SEGV|BUS|ABRT|ILL|FPE)$")
 _DONE = "mpidist: MPI took addresses of GPU memory"
 
 
@@ -49,14 +49,14 @@ def run(index: int) -> Outcome:
     program = python_child(start, str(index))
     alone = _run_one(program, environ)
     if alone:
-        return Outcome(False, f"tried on one rank: {alone}", _CRASH in alone)
+        return Outcome(False, f"tried on one rank: {alone}", _is_crash(alone))
     mpirun = _mpirun(library_path())
     if mpirun is None:
         return Outcome(True, "tried on one rank", True)
     together = _run_one([str(mpirun), "-n", "2", *program], environ)
     if together:
         why = f"tried by {mpirun} on two ranks: {together}"
-        return Outcome(False, why, _CRASH in together)
+        return Outcome(False, why, _is_crash(together))
     return Outcome(True, "tried on two ranks", True)
 
 
@@ -79,11 +79,24 @@ def _run_one(command: list[str], environ: Mapping[str, str]) -> str:
         return f"no end after {_SECONDS} s"
     if _DONE in out and process.returncode == 0:
         return ""
-    if process.returncode < 0:
-        return f"{_CRASH} {signal.Signals(-process.returncode).name}"
+    if number := _signal_of(process.returncode, out + err):
+        return f"it ended by {signal.Signals(number).name}"
     lines = [line for line in err.splitlines() if line.strip()]
     last = lines[-1].strip() if lines else "nothing on stderr"
     return f"it ended with {process.returncode}: {last}"
+
+
+def _signal_of(status: int, text: str) -> int:
+    """Return the signal that ended a process, or one that mpirun has started; or 0."""
+    if status < 0:
+        return -status
+    # What MPICH's mpirun says, and PRRTE's
+    said = re.search(r"(?:\(|on\s+)signal (\d+)", text)
+    return int(said[1]) if said and status else 0
+
+
+def _is_crash(text: str) -> bool:
+    return _CRASH.search(text) is not None
 
 
 def _clean(environ: Mapping[str, str]) -> dict[str, str]:
@@ -172,6 +185,8 @@ def use_gpu(index: int) -> None:
 
 def _main(index: int) -> None:
     """Make the MPI calls that mpidist makes, on GPU memory, and check the results."""
+    # Nobody else ends ranks whose mpirun was killed, and they keep memory of the GPU
+    signal.alarm(2 * _SECONDS)
     use_gpu(index)
     from mpi4py import MPI
 

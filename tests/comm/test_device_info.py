@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import launching
@@ -22,6 +23,8 @@ from mpidist.device.binding import (
 )
 from mpidist.tools.doctor import checks
 
+MPIRUN = Path(sys.executable).with_name("mpirun")
+GOOD_END = f"print({probe._DONE!r})"
 GPU = GpuIdentity("node1", "0000:3b:00.0", "ab12", "H100", 13000)
 
 
@@ -212,6 +215,39 @@ def test_a_crash_is_an_answer(monkeypatch):
     crash = "import ctypes; ctypes.string_at(0)"
     environ = probe._clean(os.environ)
     assert "SIGSEGV" in probe._run_one([sys.executable, "-c", crash], environ)
+
+
+def test_a_crash_of_ranks_that_mpirun_has_started_is_kept(monkeypatch):
+    monkeypatch.setattr(probe, "library_path", lambda: MPIRUN.parents[1] / "lib/mpi.so")
+    crash = (
+        "import ctypes, mpi4py.MPI as M; M.COMM_WORLD.size < 2 or ctypes.string_at(0)"
+    )
+    monkeypatch.setattr(
+        probe, "python_child", lambda *_: [sys.executable, "-c", f"{crash}; {GOOD_END}"]
+    )
+    outcome = probe.run(0)
+    assert outcome.why.endswith("on two ranks: it ended by SIGSEGV")
+    assert (outcome.is_aware, outcome.is_certain) == (False, True)
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+def test_what_another_ended_may_succeed_next_time(monkeypatch, name):
+    code = f"import os, signal; os.kill(os.getpid(), signal.{name})"
+    command = [sys.executable, "-c", code]
+    monkeypatch.setattr(probe, "python_child", lambda *_: command)
+    assert probe.run(0) == (False, f"tried on one rank: it ended by {name}", False)
+
+
+def test_other_ways_of_the_library_are_tried_again(
+    comm, consensus, cache, tried, monkeypatch
+):
+    monkeypatch.setattr(device_info, "ask", lambda *_: None)
+    for ways in {}, {"UCX_TLS": "tcp"}, {"UCX_TLS": "tcp", "OMPI_MCA_pml": "ob1"}:
+        for name, value in ways.items():
+            monkeypatch.setenv(name, value)
+        for _ in range(2):
+            find_support(consensus, None, GPU, index=0)
+    assert len(tried) == (3 if comm.rank == 0 else 0)
 
 
 @pytest.mark.parametrize(
