@@ -196,11 +196,11 @@ def find_support(
 
 
 # How the names of variables begin that choose how MPI moves data
-_WAYS = ("UCX_", "FI_", "MPICH_", "MPIR_CVAR_", "MV2_", "I_MPI_")
-_WAYS += tuple(
-    f"OMPI_MCA_{part}" for part in ("pml", "mtl", "btl", "coll", "osc", "accelerator")
+_WAYS = (
+    *("UCX_", "FI_", "MPICH_", "MPIR_CVAR_", "MV2_", "I_MPI_"),
+    *("OMPI_MCA_pml", "OMPI_MCA_mtl", "OMPI_MCA_btl", "OMPI_MCA_coll", "OMPI_MCA_osc"),
+    *("OMPI_MCA_accelerator", "OMPI_MCA_opal_cuda", "OMPI_MCA_mpi_cuda"),
 )
-_WAYS += ("OMPI_MCA_opal_cuda", "OMPI_MCA_mpi_cuda")
 
 
 def _ways(environ: Mapping[str, str]) -> list[str]:
