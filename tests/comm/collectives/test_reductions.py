@@ -46,8 +46,8 @@ pytestmark = pytest.mark.parametrize("op", list(ReduceOp), ids=lambda op: op.nam
 
 
 def part(rank, shape, dtype):
-    """What replica `rank` has: whole numbers from 1 to 3."""
-    numbers = np.random.default_rng(rank).integers(1, 4, shape)
+    """What replica `rank` has: ones and twos, whose product is small."""
+    numbers = np.random.default_rng(rank).integers(1, 3, shape)
     return np.asarray(numbers * (1 + 1j if dtype[0] == "c" else 1)).astype(dtype)
 
 
@@ -110,8 +110,9 @@ def test_over_an_axis_of_uneven_lengths(strategy, same, op, dtype, columns):
         same(strategy.reduce(op, rows[strategy.rank], axis=0), wanted)
         same(strategy.reduce(op, rows[strategy.rank].T, axis=1), wanted)
     if columns == 2:
-        both = expected(op, np.concatenate(rows).reshape(-1), dtype)
-        same(strategy.reduce(op, rows[strategy.rank], axis=(0, 1)), both)
+        few = [r[:1] for r in rows]
+        both = expected(op, np.concatenate(few).reshape(-1), dtype)
+        same(strategy.reduce(op, few[strategy.rank], axis=(0, 1)), both)
 
 
 @pytest.mark.parametrize("dtype", ["i4", "f4"])
