@@ -151,7 +151,9 @@ except mpidist.LaunchError as error:
     [
         (("version", ""), "the version of mpidist differs between ranks: "),
         (("MPI4PY_RC_THREAD_LEVEL", "serialized"), "MPI_THREAD_SERIALIZED on rank 1"),
-        (("OMPI_MCA_mpi_ft_enable", "1"), "True on rank 1"),
+        pytest.param(
+            *(("OMPI_MCA_mpi_ft_enable", "1"), "True on rank 1"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_ranks_that_are_started_unlike_are_refused_on_all(mpirun, change, message):

@@ -148,7 +148,9 @@ mpidist.MirroredStrategy().reduce("SUM", 1.0)
 """
 
 
-@pytest.mark.parametrize("kind", ["MemoryError", "KeyboardInterrupt"])
+@pytest.mark.parametrize(
+    "kind", ["MemoryError", pytest.param("KeyboardInterrupt", marks=pytest.mark.slow)]
+)
 def test_an_exception_in_the_import_ends_the_job(mpirun, kind):
     """Others may be through with it, and wait for the rank that is not."""
     ended = mpirun(2, FAILING_IN_IMPORT, kind, MPIDIST_HANG_SECONDS="inf", fails=True)
@@ -426,7 +428,7 @@ COMMAND = str(Path(sys.executable).with_name("mpidist"))
     [
         ([COMMAND, "run", "-n", "1", "--dry-run", "sh"], ""),
         ([COMMAND, "version"], ""),
-        ([COMMAND, "doctor"], ""),
+        pytest.param([COMMAND, "doctor"], "", marks=pytest.mark.slow),
         ([sys.executable, "elsewhere/job.py"], "tried on one rank: "),
     ],
 )

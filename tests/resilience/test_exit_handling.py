@@ -82,7 +82,14 @@ def test_all_is_complete_before_mpi_is_finalized(mpirun, tmp_path, case):
     assert [status["state"] for status in statuses] == ["ended", "ended"]
 
 
-@pytest.mark.parametrize("case", BAD)
+# How a rank may end while others wait; the rest shows what else is said
+USUAL = {"the save fails", "one rank alone", "an exception of one rank"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=() if c in USUAL else pytest.mark.slow) for c in BAD],
+)
 def test_an_error_at_the_end_is_not_ignored(mpirun, tmp_path, case):
     script, said = BAD[case]
     ended = mpirun(2, PROLOGUE + script, str(tmp_path), fails=True)
@@ -123,7 +130,11 @@ else:
 
 @pytest.mark.parametrize(
     ("script", "where"),
-    [("sys.exit()", "(<string>:1, by sys.exit())"), ("MPI.Finalize()", ""), ("", "")],
+    [
+        ("sys.exit()", "(<string>:1, by sys.exit())"),
+        ("", ""),
+        pytest.param("MPI.Finalize()", "", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_ends_early_says_so(mpirun, script, where):
     """The system alone would say "Alarm clock"."""

@@ -30,7 +30,6 @@ from mpidist import DataError, Dataset
 from mpidist.hdf5 import chunks as hdf5_chunks
 from mpidist.hdf5.index import ReadMethod, index_file
 
-
 # Of these tests/fuzz/rows.py draws rows, through the same pipelines
 DRAWN = ("i1", ">i4", "<u2", ">u8", "<f2", ">f4", "<f8", ">f8", "<c8", "<i8")
 
