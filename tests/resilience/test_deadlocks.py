@@ -118,7 +118,7 @@ thread.join()
 }
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_all_ranks_are_told_of_a_deadlock(mpirun, nodes):
     environment = {"MPIDIST_RANKS_PER_NODE": "1"} if nodes > 1 else {}
     ended = mpirun(3, PROLOGUE + PLAY, json.dumps(CASES), **environment)
@@ -139,7 +139,7 @@ def test_a_rank_that_makes_a_strategy_instead_is_named(mpirun):
     assert "; rank 0 waits in making a strategy at <string>:" in ended.stderr
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", GOOD)
 def test_ranks_that_will_go_on_are_waited_for(mpirun, case, nodes):
     environment = {"MPIDIST_RANKS_PER_NODE": "1"} if nodes > 1 else {}
