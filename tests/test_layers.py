@@ -99,12 +99,11 @@ class Module(NamedTuple):
     imports: set[str]
 
 
-def module_name(path):
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" and parts[1:] else parts)
-
-
-NAMES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+PATHS = [path.relative_to(ROOT) for path in sorted(ROOT.rglob("*.py"))]
+NAMES = {
+    ".".join(path.with_suffix("").parts).removesuffix(".__init__"): ROOT / path
+    for path in PATHS
+}
 FOLDERS = {n for n, path in NAMES.items() if (ROOT / n.replace(".", "/")).is_dir()}
 
 

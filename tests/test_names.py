@@ -8,7 +8,6 @@ import importlib
 import keyword
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -59,24 +58,13 @@ def definitions(nodes):
             yield node.attr
 
 
-class Names(NamedTuple):
-    """The names of all modules, which are parsed once for all tests.
-
-    Args:
-      texts: the docstrings of each module, and the text of each page.
-      used: the names in each module.
-      in_code: those in any of them.
-      defined: those that any of them defines.
-    """
-
-    texts: dict[Path, str]
-    used: dict[Path, set[str]]
-    in_code: set[str]
-    defined: set[str]
-
-
 @functools.cache
 def names():
+    """Parse all modules once, and return what the tests compare.
+
+    The docstrings of each module, and the text of each page; the names that each module
+    uses; those of all modules; those that any module defines.
+    """
     texts, used = {}, {}
     defined = {*dir(builtins), *dir(np), *keyword.kwlist, *OTHERS}
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef
@@ -87,7 +75,7 @@ def names():
         used[path] = set(names_in(nodes))
         defined |= {*definitions(nodes), path.stem, path.parent.name}
     texts |= {path: path.read_text() for path in PAGES}
-    return Names(texts, used, OTHERS.union(*used.values()), defined)
+    return texts, used, OTHERS.union(*used.values()), defined
 
 
 def test_names_in_docstrings():
@@ -126,7 +114,7 @@ def test_names_after_that_of_the_package():
     commands = {*make_parser()._subparsers._group_actions[0].choices}
     settings = {setting.name for setting in SETTINGS}
     public = re.compile(r"(?<![\w./-])mpidist((?:\.[A-Za-z]\w*)+)(?![\w/-])")
-    for path, text in names().texts.items():
+    for path, text in names()[0].items():
         for name in set(public.findall(text)):
             require_name(name[1:].split("."))
         said = set(re.findall(r"(?:-m mpidist|`mpidist) ([a-z]+)\b", text))
@@ -137,7 +125,7 @@ def test_names_after_that_of_the_package():
 
 def require_name(parts):
     if parts[0] in ("torch", "jax", "keras"):  # perhaps not installed
-        assert set(parts) <= names().in_code | names().defined
+        assert set(parts) <= set.union(*names()[2:])
         return
     found = mpidist
     for i, part in enumerate(parts):

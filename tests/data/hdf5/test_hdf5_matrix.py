@@ -30,17 +30,8 @@ from mpidist import DataError, Dataset
 from mpidist.hdf5 import chunks as hdf5_chunks
 from mpidist.hdf5.index import ReadMethod, index_file
 
-# Of these tests/fuzz/rows.py draws rows, through the same pipelines
-DRAWN = ("i1", ">i4", "<u2", ">u8", "<f2", ">f4", "<f8", ">f8", "<c8", "<i8")
 
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in DRAWN),
-        *(kind for kind in [*PLAIN, *ODD] if kind not in DRAWN),
-    ],
-)
+@pytest.mark.parametrize("kind", [*PLAIN, *ODD])
 def test_every_type_through_every_pipeline(tmp_path, kind):
     type_id, data = ODD[kind] if kind in ODD else (None, PLAIN[kind])
     require_all(tmp_path / "a.h5", write_pipelines(tmp_path / "a.h5", data, type_id))
