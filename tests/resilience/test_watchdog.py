@@ -28,7 +28,7 @@ for step in range(50):
 """
 # The limit counts from now on, since ranks may take any time to start
 LIMITED = """
-watchdog.Watch(1.0).start()
+watchdog.Watch(2.0).start()
 MPI.COMM_WORLD.Barrier()
 """
 CASES = {
