@@ -136,9 +136,9 @@ def pytest_collection_modifyitems(
 ) -> None:
     """Mark tests that communicate, and tests that start jobs; select.
 
-    Two ranks divide the tests that do not communicate between them. Three or more
-    ranks run only those that communicate and start no jobs: the others do not depend
-    on the number of ranks.
+    Two ranks divide the tests that do not communicate between them, and run these
+    first: they wait for each other once. Three or more ranks run only those that
+    communicate and start no jobs: the others do not depend on the number of ranks.
     """
     for item in items:
         for name in ("comm", "mpirun", "network"):
@@ -156,12 +156,14 @@ def pytest_collection_modifyitems(
         ]
     if WORLD.size == 2:
         alone = [item for item in kept if not item.get_closest_marker("comm")]
-        elsewhere = set(alone[1 - WORLD.rank :: 2])
-        kept = [item for item in kept if item not in elsewhere]
+        together = [item for item in kept if item.get_closest_marker("comm")]
+        # Those that start jobs take longest: each rank has half of them
+        alone.sort(key=lambda item: not item.get_closest_marker("mpirun"))
+        kept = alone[WORLD.rank :: 2] + together
     if len(kept) < len(items):
         chosen = set(kept)
         config.hook.pytest_deselected(items=[i for i in items if i not in chosen])
-        items[:] = kept
+    items[:] = kept
 
 
 def pytest_collection_finish() -> None:

@@ -5,6 +5,7 @@ import graphlib
 import re
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -90,27 +91,41 @@ OUTSIDE = {
 }
 
 
+class Module(NamedTuple):
+    """A module: its tree, all nodes of that, and what it imports at run time."""
+
+    tree: ast.Module
+    nodes: list[ast.AST]
+    imports: set[str]
+
+
+PATHS = [path.relative_to(ROOT) for path in sorted(ROOT.rglob("*.py"))]
+NAMES = {
+    ".".join(path.with_suffix("").parts).removesuffix(".__init__"): ROOT / path
+    for path in PATHS
+}
+FOLDERS = {n for n, path in NAMES.items() if (ROOT / n.replace(".", "/")).is_dir()}
+
+
+@pytest.fixture(scope="module")
 def modules():
-    for path in sorted(ROOT.rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        if parts[-1] == "__init__" and len(parts) > 1:
-            parts = parts[:-1]
-        yield ".".join(parts), ast.parse(path.read_text())
+    """The modules by their names, parsed once for all tests, and then dropped."""
+    found = {}
+    for name, path in NAMES.items():
+        nodes = list(ast.walk(tree := ast.parse(path.read_text())))
+        found[name] = Module(tree, nodes, set(imports(nodes)))
+    return found
 
 
-MODULES = dict(modules())
-FOLDERS = {n for n in MODULES if (ROOT / n.replace(".", "/")).is_dir()}
-
-
-def imports(tree):
+def imports(nodes):
     """Yield the modules imported at run time, `mpidist.` left out for our own."""
     typing_only = {
         node
-        for block in ast.walk(tree)
+        for block in nodes
         if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
         for node in ast.walk(block)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         if node in typing_only:
             continue
         if isinstance(node, ast.Import):
@@ -124,14 +139,17 @@ def imports(tree):
 
 def own(name):
     short = name.removeprefix("mpidist.")
-    return short if name.startswith("mpidist.") and short in MODULES else None
+    return short if name.startswith("mpidist.") and short in NAMES else None
 
 
-IMPORTS = {
-    name: {i for i in map(own, imports(tree)) if i}
-    for name, tree in MODULES.items()
-    if name not in ("__init__", "__main__")
-}
+@pytest.fixture(scope="module")
+def own_imports(modules):
+    """Which modules of ours each of them imports."""
+    return {
+        name: {i for i in map(own, module.imports) if i}
+        for name, module in modules.items()
+        if name not in ("__init__", "__main__")
+    }
 
 
 def is_in(name, rooms):
@@ -139,27 +157,26 @@ def is_in(name, rooms):
 
 
 @pytest.mark.parametrize("framework", ["jax", "torch", "keras"])
-def test_mpidist_imports_no_framework(framework):
+def test_mpidist_imports_no_framework(own_imports, framework):
     rooms = [framework, "keras"]  # which computes with one of the others
-    importers = [name for name in IMPORTS if not is_in(name, rooms)]
-    assert not {n for n in importers if any(is_in(i, [framework]) for i in IMPORTS[n])}
+    for name, imported in own_imports.items():
+        if not is_in(name, rooms):
+            assert not [i for i in imported if is_in(i, [framework])], name
 
 
 def test_the_top_has_no_other_entries():
-    assert {name.partition(".")[0] for name in MODULES} == TOP
+    assert {name.partition(".")[0] for name in NAMES} == TOP
 
 
-@pytest.mark.parametrize("name", IMPORTS)
-def test_imports_go_up_only(name):
-    room, _, rest = name.partition(".")
-    inside = INSIDE.get(room, [])
-    for imported in IMPORTS[name]:
-        other, _, other_rest = imported.partition(".")
-        if other != "_version":
-            assert ROOMS.index(other) <= ROOMS.index(room), imported
-        inner, other_inner = rest.partition(".")[0], other_rest.partition(".")[0]
-        if other == room and inner in inside and other_inner in inside:
-            assert inside.index(other_inner) <= inside.index(inner), imported
+def test_imports_go_up_only(own_imports):
+    for name, imported in own_imports.items():
+        room, _, rest = name.partition(".")
+        inside = INSIDE.get(room, [])
+        for other, _, other_rest in (i.partition(".") for i in imported - {"_version"}):
+            assert ROOMS.index(other) <= ROOMS.index(room), (name, other)
+            inner, other_inner = rest.partition(".")[0], other_rest.partition(".")[0]
+            if other == room and inner in inside and other_inner in inside:
+                assert inside.index(other_inner) <= inside.index(inner), name
 
 
 def test_the_manual_lists_the_rooms_in_this_order():
@@ -168,12 +185,12 @@ def test_the_manual_lists_the_rooms_in_this_order():
     assert [room for row in rows for room in re.findall(r"`(\w+)`", row)] == ROOMS
 
 
-def test_the_manual_names_what_exists():
+def test_the_manual_names_what_exists(modules):
     text = (ROOT.parent / "docs" / "architecture.md").read_text()
     names = {
         f"{getattr(outer, 'name', name.rpartition('.')[2])}.{node.name}"
-        for name, tree in MODULES.items()
-        for outer in ast.walk(tree)
+        for name, module in modules.items()
+        for outer in module.nodes
         if isinstance(outer, ast.Module | ast.ClassDef)
         for node in outer.body
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
@@ -186,18 +203,15 @@ def test_the_manual_names_what_exists():
             assert name in known, name
 
 
-def test_no_modules_import_each_other_in_a_circle():
-    assert tuple(graphlib.TopologicalSorter(IMPORTS).static_order())
+def test_no_modules_import_each_other_in_a_circle(own_imports):
+    assert tuple(graphlib.TopologicalSorter(own_imports).static_order())
 
 
 @pytest.mark.parametrize("library", OUTSIDE)
-def test_only_some_modules_import(library):
-    users = {
-        name
-        for name, tree in MODULES.items()
-        if any(i.partition(".")[0] == library for i in imports(tree))
-    }
-    assert not {name for name in users if not is_in(name, OUTSIDE[library])}
+def test_only_some_modules_import(modules, library):
+    for name, module in modules.items():
+        if not is_in(name, OUTSIDE[library]):
+            assert not [i for i in module.imports if is_in(i, [library])], name
 
 
 def test_the_public_names_are_the_namespace():
@@ -216,21 +230,21 @@ def test_public_names_have_docstrings():
         assert name == "__version__" or getattr(mpidist, name).__doc__, name
 
 
-def test_modules_and_functions_are_short():
-    for name, tree in MODULES.items():
-        lines = tree.body[-1].end_lineno
+def test_modules_and_functions_are_short(modules):
+    for name, module in modules.items():
+        lines = module.tree.body[-1].end_lineno
         assert lines <= 1000, f"{name}: {lines} lines"
-        for node in ast.walk(tree):
+        for node in module.nodes:
             if isinstance(node, ast.FunctionDef):
                 length = node.end_lineno - node.body[0].lineno
                 assert length <= 60, f"{name}.{node.name}: {length} lines"
 
 
-def test_no_assertion_decides_anything():
+def test_no_assertion_decides_anything(modules):
     """`python -O` removes them: they only state what cannot be otherwise."""
     harmless = {"isinstance", "len", "_get_ident"}
-    for name, tree in MODULES.items():
-        for node in ast.walk(tree):
+    for name, module in modules.items():
+        for node in module.nodes:
             if isinstance(node, ast.Assert):
                 calls = {
                     ast.unparse(call.func)
@@ -240,40 +254,40 @@ def test_no_assertion_decides_anything():
                 assert calls <= harmless, f"{name}: {ast.unparse(node)}"
 
 
-def test_nothing_draws_from_a_global_generator():
+def test_nothing_draws_from_a_global_generator(modules):
     """Programs that seed alike on all ranks would differ after it."""
     made = {"Random", "SystemRandom", "Generator", "RandomState", "SeedSequence"}
     made |= {"default_rng", "BitGenerator", "PCG64", "Philox"}
-    for name, tree in MODULES.items():
-        for node in ast.walk(tree):
+    for name, module in modules.items():
+        for node in module.nodes:
             if isinstance(node, ast.Attribute):
                 owner = ast.unparse(node.value)
-                is_python = owner == "random" and "random" in imports(tree)
+                is_python = owner == "random" and "random" in module.imports
                 if is_python or owner in ("np.random", "numpy.random"):
                     assert node.attr in made, f"{name}: {ast.unparse(node)}"
             if isinstance(node, ast.ImportFrom) and node.module == "random":
                 assert {alias.name for alias in node.names} <= made, name
 
 
-def test_messages_show_values_and_not_their_own_source():
+def test_messages_show_values_and_not_their_own_source(modules):
     """A text with `{name}` in it lacks an f; ruff's RUF027 finds few of these."""
     code = re.compile(r"\{[a-z_]\w*[^{}\s:\"]*[\w)\]]*(![rs])?\}|\{\w+\(")
-    for name, tree in MODULES.items():
+    for name, module in modules.items():
         formatted = {
             id(part)
-            for node in ast.walk(tree)
+            for node in module.nodes
             if isinstance(node, ast.JoinedStr)
             for part in ast.walk(node)
         }
         docstrings = {
             id(node.body[0].value)
-            for node in ast.walk(tree)
+            for node in module.nodes
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
             and ast.get_docstring(node) is not None
         }
         texts = [
             node.value
-            for node in ast.walk(tree)
+            for node in module.nodes
             if isinstance(node, ast.Constant)
             and isinstance(node.value, str)
             and id(node) not in formatted | docstrings

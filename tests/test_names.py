@@ -2,20 +2,20 @@
 
 import ast
 import builtins
+import contextlib
+import functools
 import importlib
 import keyword
 import re
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 import mpidist
 from mpidist.tools.cli import make_parser
 from mpidist.util.settings import SETTINGS
 
 ROOT = Path(mpidist.__file__).parents[1]
-TREES = {p: ast.parse(p.read_text()) for p in sorted(ROOT.glob("mpidist/**/*.py"))}
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 # These pages are lists of the names of others, and have tests of their own
 LISTS = re.compile(r"docs/(tensorflow|coming_from/\w+)\.md")
@@ -37,93 +37,95 @@ OTHERS = set(_OTHERS.split())
 SNAKE = re.compile(r"(?<![\w./-])[a-z]+(?:_[a-z0-9]+)+\b(?![./-]\w)")
 
 
-def names_in(tree):
+def names_in(nodes):
     """Yield the names that code defines or uses; not those in text."""
-    for node in ast.walk(tree):
+    for node in nodes:
         for field in ("name", "arg", "id", "attr", "asname"):
             if isinstance(name := getattr(node, field, None), str):
                 yield from name.split(".")
 
 
-def definitions():
-    """Yield the names of modules, classes, functions, arguments and attributes."""
-    for path, tree in TREES.items():
-        yield from (path.stem, path.parent.name)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                yield node.name
-            elif isinstance(node, ast.arg):
-                yield node.arg
-            elif isinstance(node, ast.AnnAssign):  # a field of a class
-                yield getattr(node.target, "id", None) or node.target.attr
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                yield node.attr
+def definitions(nodes):
+    """Yield the names of classes, functions, arguments and attributes."""
+    for node in nodes:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.AnnAssign):  # a field of a class
+            yield getattr(node.target, "id", None) or node.target.attr
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
 
 
-def docstrings(tree):
+@functools.cache
+def names():
+    """Parse all modules once, and return what the tests compare.
+
+    The docstrings of each module, and the text of each page; the names that each module
+    uses; those of all modules; those that any module defines.
+    """
+    texts, used = {}, {}
+    defined = {*dir(builtins), *dir(np), *keyword.kwlist, *OTHERS}
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef
-    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
-    return "\n".join(ast.get_docstring(node) or "" for node in nodes)
+    for path in sorted(ROOT.glob("mpidist/**/*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        documented = [node for node in nodes if isinstance(node, kinds)]
+        texts[path] = "\n".join(ast.get_docstring(n) or "" for n in documented)
+        used[path] = set(names_in(nodes))
+        defined |= {*definitions(nodes), path.stem, path.parent.name}
+    texts |= {path: path.read_text() for path in PAGES}
+    return texts, used, OTHERS.union(*used.values()), defined
 
 
-IN_CODE = {name for tree in TREES.values() for name in names_in(tree)} | OTHERS
-DEFINED = {*definitions(), *dir(builtins), *dir(np), *keyword.kwlist, *OTHERS}
-TEXTS = {path: docstrings(tree) for path, tree in TREES.items()}
-TEXTS |= {path: path.read_text() for path in PAGES}
+def test_names_in_docstrings():
+    texts, used, in_code, defined = names()
+    for path, here in used.items():
+        examples = set(re.findall(r"(?:^|\W)(\w+)(?: = |, \w+ = )", texts[path]))
+        words = set(SNAKE.findall(texts[path])) - examples - in_code - defined
+        # A word in backquotes is of this module, or public, or defined somewhere
+        single = re.findall(r"`([A-Za-z]\w*)(?:\(\))?`", texts[path])
+        assert not words | (set(single) - here - defined), path
 
 
-@pytest.mark.parametrize("path", TREES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_names_in_docstrings(path):
-    text, here = TEXTS[path], set(names_in(TREES[path]))
-    examples = set(re.findall(r"(?:^|\W)(\w+)(?: = |, \w+ = )", text))
-    words = set(SNAKE.findall(text)) - examples - IN_CODE - DEFINED
-    # A word in backquotes is of this module, or public, or defined somewhere
-    single = set(re.findall(r"`([A-Za-z]\w*)(?:\(\))?`", text)) - here - DEFINED
-    assert not words | single
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_names_on_pages(path):
-    if LISTS.search(str(path)):
-        return
-    text = TEXTS[path]
-    examples = {
-        name for tree in map(ast.parse, sources(text)) for name in names_in(tree)
-    }
-    prose = re.sub(r"```.*?```", "", text, flags=re.S)
-    words = {w for code in re.findall(r"`([^`]+)`", prose) for w in SNAKE.findall(code)}
-    assert not words - examples - IN_CODE - DEFINED
-
-
-def sources(text):
-    """Yield the examples of a page, and the files of which it shows parts."""
-    for source in re.findall(r"```python\n(.*?)```", text, re.S):
-        try:
-            ast.parse(source)
-        except SyntaxError:  # a part of a file
+def test_names_on_pages():
+    texts, _, in_code, defined = names()
+    jobs = [ast.parse(job.read_text()) for job in ROOT.glob("jobs/*.py")]
+    in_jobs = {name for tree in jobs for name in names_in(ast.walk(tree))}
+    for path in PAGES:
+        if LISTS.search(str(path)):
             continue
-        yield source
-    for job in ROOT.glob("jobs/*.py"):
-        yield job.read_text()
+        trees = map(ast.walk, examples_in(texts[path]))
+        known = in_jobs | in_code | defined | set().union(*map(names_in, trees))
+        prose = re.sub(r"```.*?```", "", texts[path], flags=re.S)
+        codes = re.findall(r"`([^`]+)`", prose)
+        assert not {w for c in codes for w in SNAKE.findall(c)} - known, path
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_names_after_that_of_the_package(path):
+def examples_in(text):
+    """Yield the examples of a page; not the parts of files that it shows."""
+    for source in re.findall(r"```python\n(.*?)```", text, re.S):
+        with contextlib.suppress(SyntaxError):
+            yield ast.parse(source)
+
+
+def test_names_after_that_of_the_package():
     """`mpidist.torch.as_tensors`, `python -m mpidist doctor` and MPIDIST_LOG."""
-    text = TEXTS[path]
-    for name in re.findall(r"(?<![\w./-])mpidist((?:\.[A-Za-z]\w*)+)(?![\w/-])", text):
-        require_name(name[1:].split("."))
-    commands = make_parser()._subparsers._group_actions[0].choices
-    said = set(re.findall(r"(?:-m mpidist|`mpidist) ([a-z]+)\b", text))
-    threads = {"checkpoint"} if path.name == "architecture.md" else set()
-    assert said <= {*commands, *threads}
-    variables = set(re.findall(r"\bMPIDIST_[A-Z_]*[A-Z]\b", text))
-    assert variables <= {setting.name for setting in SETTINGS}
+    commands = {*make_parser()._subparsers._group_actions[0].choices}
+    settings = {setting.name for setting in SETTINGS}
+    public = re.compile(r"(?<![\w./-])mpidist((?:\.[A-Za-z]\w*)+)(?![\w/-])")
+    for path, text in names()[0].items():
+        for name in set(public.findall(text)):
+            require_name(name[1:].split("."))
+        said = set(re.findall(r"(?:-m mpidist|`mpidist) ([a-z]+)\b", text))
+        threads = {"checkpoint"} if path.name == "architecture.md" else set()
+        assert said <= commands | threads, path
+        assert set(re.findall(r"\bMPIDIST_[A-Z_]*[A-Z]\b", text)) <= settings, path
 
 
 def require_name(parts):
     if parts[0] in ("torch", "jax", "keras"):  # perhaps not installed
-        assert set(parts) <= IN_CODE | DEFINED
+        assert set(parts) <= set.union(*names()[2:])
         return
     found = mpidist
     for i, part in enumerate(parts):

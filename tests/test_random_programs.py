@@ -12,12 +12,13 @@ SUPPORT = str(FUZZ.with_name("support"))
 
 @pytest.mark.parametrize("model", ["rows", "states"])
 @pytest.mark.parametrize(
-    "ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))]
+    ("ranks", "count"),
+    [(2, 6), *(pytest.param(n, 20, marks=pytest.mark.slow) for n in (1, 2, 3))],
 )
-def test_random_programs(mpirun, model, ranks):
+def test_random_programs(mpirun, model, ranks, count):
     """The same ones each time: tests/fuzz/run draws others."""
     job = str(FUZZ / "job.py")
-    mpirun(ranks, job, model, "--count", "20", PYTHONPATH=SUPPORT)
+    mpirun(ranks, job, model, "--count", str(count), PYTHONPATH=SUPPORT)
 
 
 @pytest.mark.slow

@@ -95,9 +95,9 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         """Check all communicators until MPI or the program ends."""
-        pause = min(_LOOK_SECONDS, self._limit / 4)
         survives = can_survive()
         while os.getpid() == self._pid and not MPI.Is_finalized():
+            pause = min(_LOOK_SECONDS, self._limit / 4)
             if survives:
                 _look_for_dead(pause)
             else:

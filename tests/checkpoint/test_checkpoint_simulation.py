@@ -12,11 +12,14 @@ JOB = str(SUPPORT.with_name("fuzz") / "job.py")
 SAVES = ["manager", "background", "write"]
 
 
+@pytest.mark.parametrize(
+    "where", [[0.3, 0.8], pytest.param([0.1, 0.5, 0.9], marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("how", ["disk full", "interrupted", "copies"])
-def test_a_disturbed_save_leaves_the_old_or_the_new_state(mpirun, tmp_path, how):
+def test_a_disturbed_save_leaves_the_old_or_the_new_state(mpirun, tmp_path, how, where):
     """Some of the calls: tests/fuzz/run draws others."""
     program = tmp_path / "program.json"
-    places = itertools.product(SAVES, [0, 1], [how], [0.1, 0.3, 0.5, 0.7, 0.9])
+    places = itertools.product(SAVES, [0, 1], [how], where)
     program.write_text(json.dumps(list(places)))
     mpirun(2, JOB, "files", "--program", str(program), PYTHONPATH=str(SUPPORT))
 

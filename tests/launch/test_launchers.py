@@ -245,17 +245,20 @@ def test_the_signals_that_announce_the_end(environ, signals):
     assert [s.name for s in launchers.end_signals(environ)] == signals.split()
 
 
+@pytest.mark.parametrize(
+    "communicator",
+    ["", pytest.param("communicator=MPI.COMM_WORLD", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", ["torchrun", "flux run", "a launcher of TensorFlow"])
-def test_each_process_says_why_it_ends(name):
+def test_each_process_says_why_it_ends(name, communicator):
     """Launchers that are not MPI's may show the output of one process only."""
-    for communicator in ("", "communicator=MPI.COMM_WORLD"):
-        code = "import mpidist; from mpi4py import MPI; print('here')\n"
-        code += f"mpidist.MirroredStrategy({communicator}); print('computing')"
-        one = f'{sys.executable} -c "{code}" & '
-        ended = launching.run(["sh", "-c", 2 * one + "wait"], **STARTED[name])
-        assert ended.stdout.split() == ["here", "here"]
-        is_each = not ROWS[name].is_mpi
-        assert ended.stderr.count(f"LaunchError: {name} started 4") == 1 + is_each
+    code = "import mpidist; from mpi4py import MPI; print('here')\n"
+    code += f"mpidist.MirroredStrategy({communicator}); print('computing')"
+    one = f'{sys.executable} -c "{code}" & '
+    ended = launching.run(["sh", "-c", 2 * one + "wait"], **STARTED[name])
+    assert ended.stdout.split() == ["here", "here"]
+    is_each = not ROWS[name].is_mpi
+    assert ended.stderr.count(f"LaunchError: {name} started 4") == 1 + is_each
 
 
 def test_no_other_module_asks_for_the_variables():

@@ -234,7 +234,7 @@ for _ in range(20):
 """
 
 
-@pytest.mark.parametrize("banner", ["1", "0"])
+@pytest.mark.parametrize("banner", ["1", pytest.param("0", marks=pytest.mark.slow)])
 def test_a_job_says_at_its_end_where_its_time_went(mpirun, banner):
     job = mpirun(2, END, MPIDIST_BANNER=banner)
     lines = [line for line in job.stderr.splitlines() if "mpidist: step " in line]

@@ -278,7 +278,7 @@ import mpidist
     assert 'File "<string>", line 8 in <module>' in ended.stderr
 
 
-@pytest.mark.parametrize("text", ["1", "none"])
+@pytest.mark.parametrize("text", ["1", pytest.param("none", marks=pytest.mark.slow)])
 def test_a_variable_of_one_rank_is_an_error_on_all(mpirun, text):
     script = f"""{RANK}
 if rank == 1:

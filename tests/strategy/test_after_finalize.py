@@ -150,7 +150,7 @@ LOCAL = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("what", ["strategy", "MPI"])
 def test_what_communicates_is_refused_after_the_end(mpirun, ranks, what):
     ended = mpirun(ranks, SCRIPT + FINISH + WALK, what)

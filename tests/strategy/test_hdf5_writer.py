@@ -863,13 +863,16 @@ RARER = ["disk full", "late", "interrupted"]
 
 
 @pytest.mark.parametrize(
+    "where", [[0.35, 0.85], pytest.param([0.1, 0.6], marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
     "how",
     ["fails", "copies", *(pytest.param(h, marks=pytest.mark.slow) for h in RARER)],
 )
-def test_any_call_of_a_writer(mpirun, tmp_path, how):
+def test_any_call_of_a_writer(mpirun, tmp_path, how, where):
     """Some of the calls: tests/fuzz/run draws others."""
     program = tmp_path / "program.json"
-    places = itertools.product(WRITERS, [0, 1], [how], [0.1, 0.35, 0.6, 0.85])
+    places = itertools.product(WRITERS, [0, 1], [how], where)
     program.write_text(json.dumps(list(places)))
     mpirun(2, JOB, "files", "--program", str(program), PYTHONPATH=str(SUPPORT))
 

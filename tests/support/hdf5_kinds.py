@@ -84,9 +84,8 @@ def strings(padding, charset=h5t.CSET_ASCII):
 PLAIN = {
     name: noise(h5t.py_create(np.dtype(name))).view(name)
     for name in [
-        *("i1", "u1", "<i2", ">i2", "<u2", ">u2", "<i4", ">i4", "<u4", ">u4"),
-        *("<i8", ">i8", "<u8", ">u8", "<f2", ">f2", "<f4", ">f4", "<f8", ">f8"),
-        *("<c8", ">c8", "<c16", ">c16", "V3", "V17"),
+        *("u1", "<i2", ">i2", ">u2", "<i4", "<u4", ">u4", ">i8", "<u8", ">f2", "<f4"),
+        *(">c8", "<c16", ">c16", "V3", "V17"),
     ]
 }
 PLAIN |= {

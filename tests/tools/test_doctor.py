@@ -282,20 +282,14 @@ rc.initialize, rc.finalize = True, None
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "text", "expected"),
     [
         (0, "import os; os._exit(3)", "ended with 3"),
-        pytest.param(
-            *(0, "import os; os.open(os.environ['FIFO'], os.O_RDONLY)", "no end in"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *(2, "import os; os.abort()", "ended by SIGABRT"), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            *(2, "raise ImportError('no MPI')", "no MPI"), marks=pytest.mark.slow
-        ),
+        (0, "import os; os.open(os.environ['FIFO'], os.O_RDONLY)", "no end in"),
+        (2, "import os; os.abort()", "ended by SIGABRT"),
+        (2, "raise ImportError('no MPI')", "no MPI"),
     ],
 )
 def test_mpi_that_does_not_start(fake, tmp_path, ranks, text, expected):

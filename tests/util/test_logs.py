@@ -263,7 +263,11 @@ def test_starting_again_leaves_one_handler():
 @pytest.mark.mpirun
 @pytest.mark.parametrize(
     ("choice", "of_0", "of_1"),
-    [("", "IW", "W"), ("debug", "DIW", "DIW"), ("error,json", "", "")],
+    [
+        ("", "IW", "W"),
+        ("debug", "DIW", "DIW"),
+        pytest.param(*("error,json", "", ""), marks=pytest.mark.slow),
+    ],
 )
 def test_records_of_a_job(mpirun, choice, of_0, of_1):
     ended = mpirun(2, JOB + SAY, MPIDIST_LOG=choice, MPIDIST_BANNER="0")
