@@ -47,6 +47,11 @@ class _Structure:
         parameters = list(model.parameters())
         self.every = {id(p) for p in parameters}
         self.trained = {id(p) for p in parameters if p.requires_grad}
+        self._untrained = {
+            name: p
+            for name, p in model.named_parameters()
+            if not p.requires_grad and p.is_floating_point()
+        }
         tables = [t for m in model.modules() for t in compat.tables_of(m)]
         self._sizes = [(table, len(table)) for table in tables]
         self._places = [(table, *item) for table in tables for item in table.items()]
@@ -59,6 +64,10 @@ class _Structure:
             and all(table.get(name) is it for table, name, it in self._places)
             and all(p.requires_grad is flag for p, flag in self._flags)
         )
+
+    def versions(self) -> dict[str, int]:
+        """Return how often each parameter that is not trained was changed."""
+        return {name: p._version for name, p in self._untrained.items()}
 
 
 class _Passes:
@@ -75,7 +84,7 @@ class _Passes:
         self.task = self.gradient_task = 0  # numbers of backward passes
         self.newest: Any = lambda: None  # reference to the newest forward pass
         self.next_rows: float | None = None
-        self.is_said = False
+        self.is_said = self.is_change_said = False
 
     def allow(self, task: int) -> bool:
         """Return whether gradients of a backward pass are averaged, or add up."""
@@ -206,6 +215,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             new = weights.Weighed.apply(passing.leave, *leaving.values())
             replaced = dict(zip(leaving, new))
             inputs, kwargs = weights.replace_tensors((inputs, kwargs), replaced)
+        versions = self._passes.structure.versions()
         try:
             output = super().forward(*inputs, **kwargs)
         except ValueError as error:
@@ -215,7 +225,21 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 f"{error}: this rank has one row; use mpidist.torch."
                 "convert_sync_batchnorm(model), or batch(n, drop_remainder=True)"
             ) from error
+        self._say_changed(versions)
         return self._weighed(passing, output)
+
+    def _say_changed(self, versions: dict[str, int]) -> None:
+        """Name once what a forward pass has changed and PyTorch's class leaves alone."""
+        if self._passes.is_change_said or self.process_group.size() == 1:
+            return
+        now = self._passes.structure.versions()
+        changed = [name for name, version in versions.items() if now[name] != version]
+        if changed:
+            self._passes.is_change_said = True
+            said = f"{CALL}: the model changes {_shortened(', '.join(changed))}"
+            why = "which is not trained, and not made equal on all ranks as buffers are"
+            other = "for batch normalisation of Keras use mpidist.keras.distribute"
+            logs.info("torch", f"{said}, {why}; {other}")
 
     def _require_unchanged(self) -> None:
         before, wrapped = self._passes.structure, self._passes.trained

@@ -160,3 +160,16 @@ def test_resumed_in_the_middle_of_an_epoch(distribute, mpi_tmp_path, batches, mo
     np.testing.assert_allclose(found, expected, 1e-6)
     np.testing.assert_allclose(last, losses[-len(last) :], 1e-6)
     assert len(last) == 2
+
+
+def test_data_parallel_of_pytorch_names_the_moments(comm, strategy, caplog):
+    if keras.config.backend() != "torch":
+        pytest.skip("a model of PyTorch")
+    from mpidist.torch import DistributedDataParallel
+
+    caplog.set_level("INFO", "mpidist.torch")
+    model = make(layers.BatchNormalization())
+    DistributedDataParallel(model, strategy)(X, training=True)
+    said = [r.getMessage() for r in caplog.records if "changes" in r.getMessage()]
+    assert len(said) == (comm.size > 1)
+    assert all("moving_mean" in text for text in said)

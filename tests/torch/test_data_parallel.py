@@ -720,3 +720,29 @@ def test_rows_of_a_batch_that_another_one_has_as_its_width(strategy):
     loss_of(model, *next(data)).backward()
     loss_of(alone, x, y).backward()
     assert_like_alone(model, alone)
+
+
+class Averaging(nn.Module):
+    """Keeps means of its rows in a parameter, as the layers of Keras do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.mean = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.calls = nn.Parameter(torch.zeros((), dtype=int), requires_grad=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.copy_(x.mean(0))
+            self.calls.add_(1)
+        return self.layer(x)
+
+
+def test_what_ranks_change_on_their_own_is_named_once(comm, strategy, caplog):
+    caplog.set_level("INFO", "mpidist.torch")
+    model = DistributedDataParallel(Averaging(), strategy, rows="equal")
+    for _ in range(2):
+        model(torch.ones(2, 3) * comm.rank).sum().backward()
+    said = [r.getMessage() for r in caplog.records if "changes" in r.getMessage()]
+    assert len(said) == (comm.size > 1)
+    assert all("changes module.mean, which" in text for text in said)
