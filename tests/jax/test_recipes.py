@@ -1,4 +1,4 @@
-"""The manual's recipes for Flax NNX and Equinox, where these are installed."""
+"""The manual's recipes for Flax NNX, Equinox and optax, where these are installed."""
 
 import re
 from pathlib import Path
@@ -43,3 +43,20 @@ def test_recipes(comm, strategy, mpi_tmp_path, library):
         for a, b in zip(got, train(alone, recipe), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6)
         alone.experimental_finalize()
+
+
+def test_lbfgs(comm, strategy):
+    """Few steps find what solves the equations of all rows, the same on all ranks."""
+    pytest.importorskip("optax")
+    (recipe,) = [text for text in RECIPES if "lbfgs" in text]
+    x = np.random.default_rng(0).normal(size=(33, 3)).astype("f")
+    y = x.sum(1) + np.sin(x[:, 0])
+    rows = mpidist.Dataset.from_tensor_slices((x, y)).batch(33).repeat(8)
+    with strategy.scope():
+        found = {}
+        exec(recipe, found)
+        params, state = found["params"], found["state"]
+        for batch in mj.as_jax(strategy.experimental_distribute_dataset(rows)):
+            params, state, _ = found["step"](params, state, *batch)
+    np.testing.assert_allclose(params, np.linalg.lstsq(x, y)[0], rtol=1e-4)
+    assert len(set(comm.allgather(np.asarray(params).tobytes()))) == 1
