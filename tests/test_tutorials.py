@@ -37,8 +37,10 @@ def run(page):
 
 def require_packages(page):
     """Skip a page whose framework is not installed, unless the gate asks for it."""
-    for package in ("torch", "jax"):
+    for package in ("torch", "jax", "keras"):
         if f"import {package}\n" in page.read_text():
+            if package == "keras" and os.environ.get("KERAS_BACKEND") == "jax":
+                pytest.skip("the page has what PyTorch's random weights give")
             if os.environ.get(f"GATE_NEED_{package.upper()}") == "1":
                 continue
             pytest.importorskip(package)
@@ -266,3 +268,20 @@ def test_torch_ends_with_the_weights_of_one_process(comm):
         optimizer.step()
     for ours, theirs in zip(names["model"].parameters(), alone.parameters()):
         np.testing.assert_allclose(ours.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_keras_tutorial_is_that_of_keras_alone(comm, monkeypatch, mpi_tmp_path):
+    page = DOCS / "tutorials/keras.md"
+    require_packages(page)
+    monkeypatch.chdir(mpi_tmp_path)
+    names = run(page)
+    keras = names["keras"]
+    keras.utils.set_random_seed(0)
+    alone = names["make_model"]()
+    few = names["callbacks"][:2]  # those that do not write
+    history = alone.fit(*names["train"], epochs=8, callbacks=few, **names["given"])
+    found = names["history"].history
+    for name, values in history.history.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-4)
+    scores = alone.predict(names["test"][0], verbose=0)
+    np.testing.assert_allclose(names["scores"], scores, rtol=1e-3, atol=1e-3)
