@@ -101,20 +101,25 @@ def read(
                 "so y, sample_weight and class_weight must be None"
             )
         return Batches(strategy, x, lambda batch: batch)
-    inputs, leaves = None, [x]
+    places, leaves = None, [x]
     if x is not None and compat.can_convert_arrays(arrays):
         inputs, size = compat.array_inputs(*arrays, **options)
-        leaves = [leaf for leaf in tree.flatten(inputs) if leaf is not None]
+        leaves = []
+
+        def place(leaf: Any) -> int | None:  # flattened dicts have another order
+            if leaf is not None:
+                leaves.append(leaf)
+            return None if leaf is None else len(leaves) - 1
+
+        places = tree.map_structure(place, inputs)
     for leaf in leaves:
-        if inputs is None or not isinstance(leaf, np.ndarray):
+        if places is None or not isinstance(leaf, np.ndarray):
             raise ArgumentTypeError(
                 f"mpidist.keras cannot divide a {type(leaf).__name__} over the ranks; "
                 "pass arrays, or a mpidist.Dataset of global batches, such as "
                 "Dataset.from_hdf5, Dataset.from_generator or "
                 "mpidist.torch.from_dataset(loader.dataset), then .batch(...)"
             )
-    numbers = iter(range(len(leaves)))
-    places = tree.map_structure(lambda a: None if a is None else next(numbers), inputs)
 
     def pack(rows: Any) -> Any:
         return tree.map_structure(lambda i: None if i is None else rows[i], places)
