@@ -229,7 +229,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         return self._weighed(passing, output)
 
     def _say_changed(self, versions: dict[str, int]) -> None:
-        """Name once what a forward pass has changed and PyTorch's class leaves alone."""
+        """Name once what a forward pass has changed on each rank alone."""
         if self._passes.is_change_said or self.process_group.size() == 1:
             return
         now = self._passes.structure.versions()

@@ -53,7 +53,9 @@ def convolutions(distribute, folder, strength=0.0):
     """Image classification: augmentation, blocks with a shortcut, dropout."""
     x, y = images(45)
     inputs = keras.Input((8, 8, 1))
-    first = layers.RandomContrast(strength)(layers.RandomTranslation(0, strength)(inputs))
+    first = layers.RandomContrast(strength)(
+        layers.RandomTranslation(0, strength)(inputs)
+    )
     hidden = layers.Conv2D(4, 3, padding="same", use_bias=False)(first)
     hidden = layers.Activation("relu")(layers.BatchNormalization(momentum=0.8)(hidden))
     shortcut = hidden
@@ -95,7 +97,9 @@ def tickets(distribute, folder):
     title, body = (RANDOM.normal(size=(41, n)).astype("f4") for n in (4, 6))
     urgent = (title.sum(1) > 0).astype("f4")[:, None]
     team = (np.abs(body.sum(1)) * 1.5).astype("i8") % 3
-    inputs = {n: keras.Input((len(a[0]),), name=n) for n, a in (("t", title), ("b", body))}
+    inputs = {
+        n: keras.Input((len(a[0]),), name=n) for n, a in (("t", title), ("b", body))
+    }
     shared = layers.Dense(5, activation="tanh")
     parts = [shared(layers.Dense(4)(one)) for one in inputs.values()]
     hidden = layers.concatenate(parts)
@@ -185,7 +189,9 @@ def own_step(distribute, folder):
     distribute(model)
     path, rates = f"{folder}/best.weights.h5", []
     callbacks = [
-        keras.callbacks.EarlyStopping("val_loss", patience=3, restore_best_weights=True),
+        keras.callbacks.EarlyStopping(
+            "val_loss", patience=3, restore_best_weights=True
+        ),
         keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, factor=0.3),
         keras.callbacks.ModelCheckpoint(
             path, "val_loss", save_best_only=True, save_weights_only=True
@@ -202,7 +208,13 @@ def own_step(distribute, folder):
     return [history.history, rates], [values(model), model.predict(x, verbose=0)]
 
 
-GUIDES = [perceptron, convolutions, text, tickets, own_step]
+# JAX compiles some for a while
+SLOW = () if IS_TORCH else (pytest.mark.slow,)
+GUIDES = [
+    perceptron,
+    own_step,
+    *(pytest.param(guide, marks=SLOW) for guide in (convolutions, text, tickets)),
+]
 
 
 def run(guide, distribute, folder, **more):
@@ -233,6 +245,7 @@ def require_same(comm, found):
 
 
 @pytest.mark.comm
+@pytest.mark.skipif(not IS_TORCH, reason="JAX compiles for a while")
 def test_an_augmented_guide_is_reproducible(comm, distribute, mpi_tmp_path):
     first, again = (
         run(convolutions, distribute, mpi_tmp_path, strength=0.3) for _ in range(2)
