@@ -159,7 +159,7 @@ class Regression(keras.Model):
     else:
 
         def loss_and_updates(self, trainable, others, x, y):
-            outputs, others = self.stateless_call(trainable, others, x, training=True)
+            outputs, others = self.stateless_call(trainable, others, x)
             return self.compute_loss(x, y, outputs), (outputs, others)
 
         def train_step(self, state, data):
