@@ -253,7 +253,8 @@ class Variable(ArrayView, DistributedValues):
         Not collective, except for an ON_READ variable in cross-replica context; there
         it raises ArgumentError on all replicas if the aggregation is NONE.
         """
-        return make_read_only(self._array().view())
+        # A view of a read-only array is read-only
+        return (self._array() if self._is_on_read else self._values[0]).view()
 
     read_value = value
 
@@ -475,14 +476,17 @@ class Variable(ArrayView, DistributedValues):
         communicate must pass the same.
         """
         frame = context.frame_for(self._strategy, self._name)
-        if not (frame.is_update or frame.is_replica_of(self._strategy)):
-            new = self._apply_everywhere(operation, apply, value, part)
-        else:
+        if frame.is_update or frame.is_replica_of(self._strategy):
             if frame.is_update or self._is_on_read or self._is_default:
                 value = self._convert(value)
             else:
                 value = self._combine(f"{operation} of {self._name}", value, part)
-            new = self._apply(operation, apply, value)
+            if self._can_overflow:
+                new = self._apply(operation, apply, value)
+            else:
+                new = apply(self._values[0], value)
+        else:
+            new = self._apply_everywhere(operation, apply, value, part)
         self.replace_local(new)
 
     def _combine(self, call: str, value: Any, part: Any) -> Any:

@@ -133,7 +133,7 @@ class PlanCache:
             return key, self._known.get(key), (value,), None
         structure: Any = type(value)
         if structure in _FLAT:
-            leaves = [a.values[0] if type(a) in _DISTRIBUTED else a for a in value]
+            leaves = [a._values[0] if type(a) in _DISTRIBUTED else a for a in value]
             kinds = tuple(map(kind, leaves))
             # A leaf of unknown kind is converted each time, so a plan cannot be
             # looked up.
@@ -142,7 +142,7 @@ class PlanCache:
                 return key, self._known.get(key), leaves, None
         if structure is dict and (names := self._sorted(tuple(value))):
             leaves = [value[name] for name in names]
-            leaves = [a.values[0] if type(a) in _DISTRIBUTED else a for a in leaves]
+            leaves = [a._values[0] if type(a) in _DISTRIBUTED else a for a in leaves]
             kinds = tuple(map(kind, leaves))
             if None not in kinds:
                 key = operation, detail, (tuple(value), kinds)
