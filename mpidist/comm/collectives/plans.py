@@ -7,7 +7,7 @@ return the results. A call of a known kind uses its plan without further checks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,23 +133,19 @@ class PlanCache:
             return key, self._known.get(key), (value,), None
         structure: Any = type(value)
         if structure in _FLAT:
-            leaves = [a._values[0] if type(a) in _DISTRIBUTED else a for a in value]
-            kinds = tuple(map(kind, leaves))
+            leaves, kinds = _kinds_of(value, kind)
             # A leaf of unknown kind is converted each time, so a plan cannot be
             # looked up.
             if None not in kinds:
                 key = operation, detail, (structure, kinds)
                 return key, self._known.get(key), leaves, None
         if structure is dict and (names := self._sorted(tuple(value))):
-            leaves = [value[name] for name in names]
-            leaves = [a._values[0] if type(a) in _DISTRIBUTED else a for a in leaves]
-            kinds = tuple(map(kind, leaves))
+            leaves, kinds = _kinds_of(map(value.__getitem__, names), kind)
             if None not in kinds:
                 key = operation, detail, (tuple(value), kinds)
                 return key, self._known.get(key), leaves, None
         leaves, spec = nest.flatten(value)
-        leaves = [a.values[0] if type(a) in _DISTRIBUTED else a for a in leaves]
-        kinds = tuple(map(kind, leaves))
+        leaves, kinds = _kinds_of(leaves, kind)
         if None in kinds:
             return None, None, leaves, spec
         key = operation, detail, (spec, kinds)
@@ -266,6 +262,18 @@ def detail_of(argument: Any, options: CommunicationOptions | None) -> Any:
         return argument
     is_known = isinstance(options, CommunicationOptions) and argument is not None
     return (argument, options) if is_known else None
+
+
+def _kinds_of(leaves: Iterable[Any], kind: Kind) -> tuple[list[Any], tuple[Any, ...]]:
+    """Return leaves, this rank's components of distributed ones, and their kinds."""
+    values, kinds, is_whole = [], [], kind is kind_of
+    for leaf in leaves:
+        if type(leaf) in _DISTRIBUTED:
+            leaf = leaf._values[0]
+        values.append(leaf)
+        is_array = is_whole and type(leaf) is np.ndarray  # without a call
+        kinds.append((leaf.dtype, leaf.shape) if is_array else kind(leaf))
+    return values, tuple(kinds)
 
 
 def kind_of(leaf: Any) -> Any:
