@@ -186,8 +186,8 @@ def in_cross_replica_context() -> bool:
 
 def in_replica_function() -> bool:
     """Return whether a function passed to `run` is running, outside `merge_call`."""
-    frames = _stack.frames
-    top = frames[-1] if frames else current()
+    frames = _stack.frames  # without a call of `current`
+    top = frames[-1] if frames else _stack.base or _default_frame[0]
     return top.replica is not None and top.strategy is not _default[0]
 
 
@@ -198,8 +198,8 @@ def in_replica_of(strategy: Strategy) -> bool:
 
 def is_current(replica: ReplicaContext) -> bool:
     """Return whether this replica context is the current one."""
-    frames = _stack.frames
-    top = frames[-1] if frames else current()
+    frames = _stack.frames  # without a call of `current`
+    top = frames[-1] if frames else _stack.base or _default_frame[0]
     return top.replica is replica
 
 
@@ -243,8 +243,8 @@ class enter:  # noqa: N801 (reads as a verb in a with statement)
 
 def require_cross_replica(strategy: Strategy, call: str) -> None:
     """Raise ContextError unless in the strategy's cross-replica or default context."""
-    frames = _stack.frames
-    top = frames[-1] if frames else current()
+    frames = _stack.frames  # without a call of `current`
+    top = frames[-1] if frames else _stack.base or _default_frame[0]
     if top.strategy is _default[0]:
         return
     if top.strategy is strategy:

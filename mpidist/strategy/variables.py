@@ -476,15 +476,30 @@ class Variable(ArrayView, DistributedValues):
         communicate must pass the same.
         """
         frame = context.frame_for(self._strategy, self._name)
-        if frame.is_update or frame.is_replica_of(self._strategy):
-            if frame.is_update or self._is_on_read or self._is_default:
+        if frame.is_update:
+            local = self._values[0]
+            if type(value) is Variable and not value._is_on_read:
+                value = value._values[0]
+            if not (type(value) is type(local) is np.ndarray):
+                value = self._convert(value)
+            elif value.dtype is not local.dtype:
+                value = self._convert(value)
+            if self._can_overflow:
+                new = self._apply(operation, apply, value)
+            elif apply is _copy_of_new:
+                new = value.copy()
+            else:
+                new = apply(local, value)
+            if type(new) is np.ndarray and new.dtype is local.dtype and new.shape == local.shape:
+                new.setflags(write=False)
+                self._values, self._root = (new,), None
+                return
+        elif frame.is_replica_of(self._strategy):
+            if self._is_on_read or self._is_default:
                 value = self._convert(value)
             else:
                 value = self._combine(f"{operation} of {self._name}", value, part)
-            if self._can_overflow:
-                new = self._apply(operation, apply, value)
-            else:
-                new = apply(self._values[0], value)
+            new = self._apply(operation, apply, value)
         else:
             new = self._apply_everywhere(operation, apply, value, part)
         self.replace_local(new)
