@@ -67,10 +67,11 @@ class Network:
         np.concatenate([*(a.reshape(-1) for a in sums), totals], out=self.sums)
         comm.Allreduce(MPI.IN_PLACE, self.sums)
         loss, rows = self.sums[-2:]
+        rate = self.learning_rate / rows
         for name, w in self.weights.items():
             velocity = self.velocity[name]
             velocity *= 0.9
-            velocity -= self.learning_rate / rows * self.gradient[name]
+            velocity -= rate * self.gradient[name]
             w += velocity
         return loss, rows
 

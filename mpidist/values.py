@@ -383,8 +383,8 @@ def local_component(value: Any) -> Any:
 
 # The types of most arguments; they have no structure
 _WITH_COMPONENT = {PerReplica, Mirrored}
-_COMMON = _WITH_COMPONENT | {np.ndarray, float, int, bool, str}
-_COMMON |= {np.float64, np.float32, np.bool_}
+_PLAIN = {np.ndarray, np.float64, np.float32, np.bool_, float, int, bool, str}
+_COMMON = _PLAIN | _WITH_COMPONENT
 _NAMES = {str}
 
 
@@ -439,6 +439,8 @@ def local_arguments(
                 components.append(value._values[0])
             elif kind in _COMMON:
                 components.append(value)
+            elif kind is dict and _PLAIN.issuperset(map(type, value.values())):
+                components.append(dict(value))
             elif isinstance(value, DistributedValues):
                 components.append(value if value.is_variable else value._values[0])
             else:
