@@ -168,6 +168,8 @@ class ReducePlan(NamedTuple):
       is_on_gpu: whether some of the leaves are.
       combine: reduces the arrays of two ranks.
       divisor: the divisor of totals for a mean; else 0.
+      is_copied: whether results are copies of the leaves, or numbers themselves: there
+        is one rank, and no other dtype.
       sums: of large arrays; None for small ones and for what is not a sum.
     """
 
@@ -181,6 +183,7 @@ class ReducePlan(NamedTuple):
     is_on_gpu: bool
     combine: np.ufunc
     divisor: int
+    is_copied: bool
     sums: SumPlan | None = None
 
 
@@ -347,6 +350,9 @@ def plan_reduction(
         has_integers=arithmetic.may_not_fit(op, [a.dtype for a in inputs]),
         is_on_gpu=any(map(arrays.is_device_array, inputs)),
         divisor=state.size if op.rule.divides else 0,
+        is_copied=state.size == 1
+        and all(pack.dtype is pack.out for pack in packs)
+        and not op.rule.divides,
     )
 
 
@@ -354,6 +360,9 @@ def reduce_packed(
     state: CollectiveContext, plan: ReducePlan, inputs: Sequence[Any]
 ) -> list[Any]:
     """Return reductions of leaves sent with the comparison. Collective."""
+    if plan.pages is None:
+        with plan.call:
+            return _reduce_alone(plan, inputs)
 
     def fill(pages: Sequence[Any]) -> bool:
         """Write this rank's packs; return whether their sums may overflow."""
@@ -367,8 +376,6 @@ def reduce_packed(
 
     results: list[Any] = [None] * len(inputs)
     with plan.call as call:
-        if plan.pages is None:
-            return _reduce_alone(plan, inputs)
         parts = call.exchange(plan.pages, fill)
         while True:
             try:
@@ -392,7 +399,9 @@ def reduce_packed(
 
 
 def _reduce_alone(plan: ReducePlan, inputs: Sequence[Any]) -> list[Any]:
-    """Return reductions of the leaves of the only rank: copies in the same dtypes."""
+    """Return reductions of the leaves of the only rank, in new arrays."""
+    if plan.is_copied:
+        return [a.copy() if type(a) is np.ndarray else a for a in inputs]
     results: list[Any] = [None] * len(inputs)
     for pack in plan.packs:
         for i in pack.members:
