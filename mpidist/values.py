@@ -385,7 +385,6 @@ def local_component(value: Any) -> Any:
 _WITH_COMPONENT = {PerReplica, Mirrored}
 _PLAIN = {np.ndarray, np.float64, np.float32, np.bool_, float, int, bool, str}
 _COMMON = _PLAIN | _WITH_COMPONENT
-_NAMES = {str}
 
 
 def regroup(value: Any, replica_id: int) -> Any:
@@ -401,21 +400,32 @@ def regroup(value: Any, replica_id: int) -> Any:
         return _wrap([value], replica_id)[0]
     if kind is tuple and _COMMON.issuperset(map(type, value)):
         return tuple(_wrap(value, replica_id))
-    if kind is dict and _COMMON.issuperset(map(type, leaves := value.values())):
-        if _NAMES.issuperset(map(type, value)):
-            return dict(zip(value, _wrap(leaves, replica_id)))
+    if kind is dict and (named := _wrap_named(value, replica_id)) is not None:
+        return named
     leaves, spec = nest.flatten(value)
     return nest.unflatten(spec, _wrap(leaves, replica_id))
+
+
+def _wrap_named(value: dict[Any, Any], replica_id: int) -> dict[str, Any] | None:
+    """Return a dict of `PerReplica`; None if a key or a value is not a common one."""
+    wrapped, new, ids = {}, object.__new__, (replica_id,)
+    for name, leaf in value.items():
+        if type(leaf) not in _PLAIN or type(name) is not str:
+            return None
+        wrapped[name] = made = new(PerReplica)  # its arguments need no checks
+        made._values = (leaf,)
+        made._replica_ids = ids
+    return wrapped
 
 
 def _wrap(leaves: Iterable[Any], replica_id: int) -> list[Any]:
     wrapped, new, ids = [], object.__new__, (replica_id,)
     for leaf in leaves:
-        if leaf is not None and not isinstance(leaf, DistributedValues):
-            made = new(PerReplica)  # its arguments need no checks
-            made._values, made._replica_ids = (leaf,), ids
-            leaf = made
-        wrapped.append(leaf)
+        if leaf is None or isinstance(leaf, DistributedValues):
+            wrapped.append(leaf)
+            continue
+        wrapped.append(made := new(PerReplica))
+        made._values, made._replica_ids = (leaf,), ids
     return wrapped
 
 

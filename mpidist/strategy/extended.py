@@ -173,8 +173,7 @@ class StrategyExtended(ReplicaGroup):
           array([1., 1.])
         """
         require_cross_replica(self.strategy, "update")
-        is_own = type(var) is Variable and var._strategy is self.strategy
-        target = var if is_own else self._own_copy(var)
+        target = self._own_copy(var)
         if not callable(fn):
             validation.function("fn", fn)
         args, kwargs = local_arguments(args, kwargs)

@@ -145,10 +145,10 @@ class PlanCache:
             if None not in kinds:
                 key = operation, detail, (structure, kinds)
                 return key, self._known.get(key), leaves, None
-        if structure is dict and (names := self._sorted(tuple(value))):
+        if structure is dict and (names := self._sorted(order := tuple(value))):
             leaves, kinds = _kinds_of(map(value.__getitem__, names), kind)
             if None not in kinds:
-                key = operation, detail, (tuple(value), kinds)
+                key = operation, detail, (order, kinds)
                 return key, self._known.get(key), leaves, None
         leaves, spec = nest.flatten(value)
         leaves, kinds = _kinds_of(leaves, kind)

@@ -360,6 +360,8 @@ def reduce_packed(
     state: CollectiveContext, plan: ReducePlan, inputs: Sequence[Any]
 ) -> list[Any]:
     """Return reductions of leaves sent with the comparison. Collective."""
+    if plan.is_copied:  # nothing is exchanged, so threads need not wait
+        return [a.copy() if isinstance(a, np.ndarray) else a for a in inputs]
     if plan.pages is None:
         with plan.call:
             return _reduce_alone(plan, inputs)
@@ -400,8 +402,6 @@ def reduce_packed(
 
 def _reduce_alone(plan: ReducePlan, inputs: Sequence[Any]) -> list[Any]:
     """Return reductions of the leaves of the only rank, in new arrays."""
-    if plan.is_copied:
-        return [a.copy() if type(a) is np.ndarray else a for a in inputs]
     results: list[Any] = [None] * len(inputs)
     for pack in plan.packs:
         for i in pack.members:
