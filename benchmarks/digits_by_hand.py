@@ -77,7 +77,7 @@ class Network:
 
 
 class Batches:
-    """This rank's rows of each batch."""
+    """The rows of this rank in each batch."""
 
     def __init__(
         self,
