@@ -1,6 +1,6 @@
 """What a step of `jobs/train_digits.py` costs, beside one of the same job by hand.
 
-    python benchmarks/bench_step.py --mpirun .venv/bin/mpirun --output .../step-mpich.json
+    python benchmarks/bench_step.py --mpirun .venv/bin/mpirun --output step-mpich.json
 
 The two are the job itself, as a user starts it, and `digits_by_hand.py`: the same with
 NumPy, h5py and mpi4py alone. They run one after the other, each in processes of its
