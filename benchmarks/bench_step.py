@@ -1,312 +1,106 @@
-"""What a training step costs, beside one by hand and by other libraries.
+"""What a step of `jobs/train_digits.py` costs, beside one of the same job by hand.
 
-    mpirun -n 1 python benchmarks/bench_step.py --output .../step-mpich-1rank.json
-    mpirun -n 2 python benchmarks/bench_step.py --output .../step-mpich-2ranks.json
+    python benchmarks/bench_step.py --mpirun .venv/bin/mpirun --output step-mpich.json
 
-The step is that of `jobs/train_digits.py`, of a small network whose weights are one
-array (`packed_network.py`): read the batch, compute the gradients, reduce them and
-change the weights. By hand is the same with NumPy, h5py and mpi4py, all rows in memory,
-and one flat all-reduce. The contestants take turns of two epochs, in an order that
-changes. Only the second epoch counts: in the first one, the caches still hold what the
-contestant before has used, which no job would have beside it. Results are microseconds
-per step of the slowest rank, medians over the epochs, and ratios of turns of the same
-round. The mean losses show at the end that all have done the same work. The machine
-should do nothing else.
+The two are the job itself and `digits_by_hand.py`: the same with NumPy, h5py and mpi4py
+alone. They run one after the other, each in processes of its own, several times: with
+small steps, where what the library costs shows, and with those that the job has by
+default. A time is the median of one run, in microseconds, from the begin of a step to
+that of the next one, so that interruptions by other processes do not count (nor does
+what is done once in many steps: reading the next group of batches takes 3 us a step).
+Results are medians of all runs, and ratios of pairs of runs.
 """
 
 from __future__ import annotations
 
-import argparse
+import importlib
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import harness
 
-# isort: split
-import digits
-import h5py
-import numpy as np
-import packed_network
-import rivals
-import train_digits
-from mpi4py import MPI
-
-import mpidist
-
-# Where a step costs little, what the library costs shows
-SMALL = ["--shifts=0", "--hidden=128", "--batch-size=64", "--learning-rate=0.05"]
-MOMENTUM = 0.9
-HAND, DDP, MWMS = "by hand", "torch DDP (gloo)", "TensorFlow MWMS"
-# What ours may cost at most, by each of the others
-TARGETS = {HAND: 1.5, DDP: 0.2, MWMS: 0.1}
-
-# Trains for one epoch, and returns the mean loss of its rows
-Contestant = Callable[[], float]
+# The job and the one by hand: modules with a `Network` that has a `step`, and a `main`
+SIDES = {"ours": "train_digits", "by hand": "digits_by_hand"}
+# Name, options of the job, and by ranks what ours may cost at most
+SIZES: list[tuple[str, list[str], dict[int, float]]] = [
+    ("small step", ["--hidden=128", "--batch-size=64"], {1: 1.25, 2: 1.35}),
+    ("step", [], {1: 1.1, 2: 1.1}),
+]
 
 
-def read_all(files: Sequence[Path]) -> tuple[Any, Any]:
-    """Return all rows: they are few, so one would keep them in memory."""
-    pairs = []
-    for path in files:
-        with h5py.File(path) as file:
-            pairs.append((file["x"][:], file["y"][:]))
-    x, y = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
-    return x, y
+def run_timed(module: str) -> None:
+    """Run a job, with the rest of the command line, and print the time of its steps."""
+    job: Any = importlib.import_module(module)
+    step, begins = job.Network.step, list[float]()
+
+    def timed(*args: Any) -> Any:
+        begins.append(time.perf_counter())
+        return step(*args)
+
+    job.Network.step = timed
+    job.main()
+    print(f"step_us={1e6 * statistics.median(b - a for a, b in pairwise(begins)):.2f}")
 
 
-def first_weights(options: argparse.Namespace) -> list[Any]:
-    """Return the weights with which all begin."""
-    rng = np.random.default_rng(options.seed)
-    sizes = [(digits.PIXELS, options.hidden), (options.hidden, 10)]
-    weights = []
-    for fan_in, fan_out in sizes:
-        scale = np.sqrt(2 / fan_in)
-        weights += [
-            rng.normal(scale=scale, size=(fan_in, fan_out)),
-            np.zeros(fan_out),
-        ]
-    return weights
-
-
-class Shares:
-    """The rows of this rank in each global batch, in an order that changes by epoch."""
-
-    def __init__(
-        self, comm: MPI.Intracomm, files: Sequence[Path], options: argparse.Namespace
-    ):
-        self._rank, self._size, self._batch = comm.rank, comm.size, options.batch_size
-        self._x, self._y = read_all(files)
-        self._random = np.random.default_rng(options.seed)
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        order = self._random.permutation(len(self._x))
-        for begin in range(0, len(order), self._batch):
-            rows = order[begin : begin + self._batch]
-            share = -(-len(rows) // self._size)
-            mine = rows[self._rank * share : (self._rank + 1) * share]
-            yield self._x[mine] / 16.0, self._y[mine]
-
-
-class ByHand:
-    """NumPy, h5py and mpi4py: loss, rows and gradients in one all-reduce a step."""
-
-    def __init__(
-        self, comm: MPI.Intracomm, files: Sequence[Path], options: argparse.Namespace
-    ):
-        self._comm, self._rate = comm, options.learning_rate
-        self._shares = Shares(comm, files, options)
-        first = first_weights(options)
-        count = sum(weight.size for weight in first)
-        self._packed = np.zeros(2 + count)
-        self._flat, self._velocity = np.zeros(count), np.zeros(count)
-        cuts = np.cumsum([weight.size for weight in first])[:-1]
-        self._weights, self._gradients = (
-            [part.reshape(w.shape) for part, w in zip(np.split(a, cuts), first)]
-            for a in (self._flat, self._packed[2:])
-        )
-        for weight, value in zip(self._weights, first):
-            weight[:] = value
-
-    def epoch(self) -> float:
-        """Train, see `Contestant`."""
-        packed, totals = self._packed, np.zeros(2)
-        for x, y in self._shares:
-            self._differentiate(x, y)
-            self._comm.Allreduce(MPI.IN_PLACE, packed)
-            totals += packed[:2]
-            self._velocity *= MOMENTUM
-            self._velocity += packed[2:] / packed[1]
-            self._flat -= self._rate * self._velocity
-        return float(totals[0] / totals[1])
-
-    def _differentiate(self, x: Any, y: Any) -> None:
-        w1, b1, w2, b2 = self._weights
-        d_w1, d_b1, d_w2, d_b2 = self._gradients
-        hidden = np.maximum(x @ w1 + b1, 0)
-        logits = hidden @ w2 + b2
-        logits -= logits.max(axis=1, keepdims=True)
-        logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
-        rows = np.arange(len(y))
-        self._packed[:2] = -logits[rows, y].sum(), len(y)
-        d_logits = np.exp(logits)
-        d_logits[rows, y] -= 1
-        d_hidden = (d_logits @ w2.T) * (hidden > 0)
-        np.matmul(x.T, d_hidden, out=d_w1)
-        d_hidden.sum(axis=0, out=d_b1)
-        np.matmul(hidden.T, d_logits, out=d_w2)
-        d_logits.sum(axis=0, out=d_b2)
-
-
-class Ours:
-    """The job's rows, and the network with its weights in one array."""
-
-    def __init__(self, strategy: mpidist.Strategy, options: argparse.Namespace):
-        self._strategy = strategy
-        self._train, _ = train_digits.read(strategy, options)
-        with strategy.scope():
-            self._trainer = packed_network.Trainer(options)
-
-    def epoch(self) -> float:
-        """Train, see `Contestant`."""
-        for batch in self._train:
-            self._strategy.run(self._trainer.step, args=batch)
-        return self._trainer.end_epoch()
-
-
-def torch_ddp(
-    comm: MPI.Intracomm, files: Sequence[Path], options: argparse.Namespace
-) -> Contestant:
-    """Return a contestant that is torch's DistributedDataParallel, in its group."""
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = torch.nn.Sequential(
-        torch.nn.Linear(digits.PIXELS, options.hidden),
-        torch.nn.ReLU(),
-        torch.nn.Linear(options.hidden, 10),
-    ).double()
-    with torch.no_grad():
-        for parameter, value in zip(model.parameters(), first_weights(options)):
-            parameter.copy_(torch.from_numpy(value.T))
-    parallel = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(
-        parallel.parameters(), options.learning_rate, momentum=MOMENTUM
+def step_us(command: Sequence[str]) -> float:
+    """Run a job; return the microseconds of its steps, those of the slowest rank."""
+    done = subprocess.run(
+        command,
+        env=harness.USERS_ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
-    shares = Shares(comm, files, options)
-
-    def train() -> float:
-        totals = np.zeros(2)
-        for x, y in shares:
-            optimizer.zero_grad()
-            logits = parallel(torch.from_numpy(x))
-            loss = torch.nn.functional.cross_entropy(
-                logits, torch.from_numpy(y.astype(np.int64))
-            )
-            loss.backward()
-            optimizer.step()
-            totals += float(loss.detach()) * len(y), len(y)
-        loss_sum, rows = comm.allreduce(totals)
-        return float(loss_sum / rows)
-
-    return train
-
-
-def tensorflow(
-    comm: MPI.Intracomm, files: Sequence[Path], options: argparse.Namespace
-) -> Contestant | None:
-    """Return a contestant that is MultiWorkerMirroredStrategy; None without it."""
-    strategy = rivals.tensorflow_strategy(comm)
-    if strategy is None:
-        return None
-    import tensorflow as tf
-
-    with strategy.scope():
-        weights = [tf.Variable(value) for value in first_weights(options)]
-        velocities = [tf.Variable(tf.zeros_like(weight)) for weight in weights]
-    x, y = read_all(files)
-    dataset = tf.data.Dataset.from_tensor_slices((x, y.astype(np.int64)))
-    dataset = dataset.shuffle(len(x), seed=options.seed).batch(options.batch_size)
-    dataset = dataset.map(lambda x, y: (tf.cast(x, tf.float64) / 16.0, y))
-    distributed = strategy.experimental_distribute_dataset(dataset)
-
-    def replica_step(x: Any, y: Any) -> Any:
-        with tf.GradientTape() as tape:
-            w1, b1, w2, b2 = weights
-            logits = tf.nn.relu(x @ w1 + b1) @ w2 + b2
-            loss = tf.reduce_sum(
-                tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
-            )
-        gradients = tape.gradient(loss, weights)
-        rows = tf.cast(tf.shape(y)[0], tf.float64)
-        context = tf.distribute.get_replica_context()
-        loss, rows, *gradients = context.all_reduce("SUM", [loss, rows, *gradients])
-        for weight, velocity, gradient in zip(weights, velocities, gradients):
-            velocity.assign(MOMENTUM * velocity + gradient / rows)
-            weight.assign_sub(options.learning_rate * velocity)
-        return loss, rows
-
-    @tf.function
-    def step(x: Any, y: Any) -> Any:
-        loss, rows = strategy.run(replica_step, args=(x, y))
-        return strategy.reduce("MEAN", loss, axis=None), strategy.reduce(
-            "MEAN", rows, axis=None
-        )
-
-    def train() -> float:
-        totals = np.zeros(2)
-        for x, y in distributed:
-            totals += [float(number) for number in step(x, y)]
-        return float(totals[0] / totals[1])
-
-    return train
+    if done.returncode:
+        raise SystemExit(f"{shlex.join(command)} failed:\n{done.stderr}")
+    return max(map(float, re.findall(r"step_us=([\d.]+)", done.stdout)))
 
 
 def measure(
-    comm: MPI.Intracomm,
-    contestants: Mapping[str, Contestant],
-    steps: int,
-    epochs: int,
-) -> tuple[harness.Times, dict[str, float]]:
-    """Return seconds per step of each epoch, and the last mean losses. Collective.
-
-    The first turn of each is not counted.
-    """
-    times: harness.Times = {name: [] for name in contestants}
-    losses: dict[str, float] = {}
-    order = np.random.default_rng(0)  # the same on all ranks
-    for turn in range(1 + epochs):
-        for name in order.permutation(list(contestants)).tolist():
-
-            def train(name: str = name) -> None:
-                losses[name] = contestants[name]()
-
-            train()
-            seconds = harness.slowest(comm, train)
-            if turn:
-                times[name].append(seconds / steps)
-    return times, losses
+    mpirun: Sequence[str], ranks: Sequence[int], repetitions: int, epochs: int
+) -> Iterator[harness.Comparison]:
+    """Yield the times of steps of both jobs, by size and number of ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, options, targets in SIZES:
+            words = [f"--data-dir={folder}", *options, f"--epochs={epochs}"]
+            for n in ranks:
+                start = [*mpirun, "-n", str(n), sys.executable, __file__, "--job"]
+                times: harness.Times = {side: [] for side in SIDES}
+                for _ in range(repetitions):
+                    for side, module in SIDES.items():
+                        times[side].append(step_us([*start, module, *words]) / 1e6)
+                case = f"{name}, {n} rank{'s' if n > 1 else ''}"
+                yield from harness.beside(case, times, {"by hand": targets.get(n)})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument(
-        "--epochs", type=int, default=30, help="of each contestant (default 30)"
-    )
+    parser = harness.parser(__doc__, 5)
+    add = parser.add_argument
+    add("--mpirun", default="mpirun", help="with its options, in quotes")
+    add("--ranks", nargs="+", type=int, default=[1, 2])
+    add("--epochs", type=int, default=40)
     options = parser.parse_args(arguments)
-    comm = MPI.COMM_WORLD
-    strategy = mpidist.MirroredStrategy(["CPU:0"])
-    with tempfile.TemporaryDirectory() as own, rivals.torch_group(comm) as has_torch:
-        folder = Path(comm.bcast(own))
-        job = digits.make_parser(None).parse_args([*SMALL, f"--data-dir={folder}"])
-        ours = Ours(strategy, job)  # writes the data
-        files, _ = digits.paths(folder, job.shifts)
-        contestants: dict[str, Contestant | None] = {
-            "mpidist": ours.epoch,
-            HAND: ByHand(comm, files, job).epoch,
-            DDP: torch_ddp(comm, files, job) if has_torch else None,
-            MWMS: tensorflow(comm, files, job),
-        }
-        present = {name: train for name, train in contestants.items() if train}
-        steps = -(-len(read_all(files)[0]) // job.batch_size)
-        epochs = 1 if options.tiny else options.epochs
-        times, losses = measure(comm, present, steps, epochs)
-        comm.Barrier()
-    case = f"training step, {comm.size} rank{'s' if comm.size > 1 else ''}"
-    targets = TARGETS if comm.size > 1 else {HAND: TARGETS[HAND]}
-    harness.report(
-        harness.beside(case, times, targets, ours="mpidist"),
-        options.output,
-        comm,
-        rows_per_batch=job.batch_size,
-        hidden=job.hidden,
-        losses=losses,
-        skipped=[f"{n}: not installed" for n in contestants if n not in present],
-    )
-    found = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
-    harness.say(comm, f"mean losses: {found}")
+    if options.tiny:
+        options.repetitions, options.epochs = 1, 1
+    load = os.getloadavg()[0]
+    what = options.ranks, options.repetitions, options.epochs
+    comparisons = measure(shlex.split(options.mpirun), *what)
+    facts = {"repetitions": options.repetitions, "epochs": options.epochs}
+    harness.report(comparisons, options.output, load_before=load, **facts)
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--job"]:
+        del sys.argv[1]
+        run_timed(sys.argv.pop(1))
+    else:
+        main()

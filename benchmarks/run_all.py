@@ -27,7 +27,7 @@ TABLE: list[tuple[str, tuple[int, ...], str, list[str]]] = [
     ("bench_large", (2,), "large-NAME", []),
     ("bench_checkpoint", (2,), "checkpoint-NAME", []),
     ("bench_frameworks", (2,), "frameworks-NAME", []),
-    ("bench_step", (1, 2), "step-NAME-RANKS", []),
+    ("bench_step", (0,), "step-NAME", ["--mpirun=MPIRUN"]),
     ("bench_input", (1, 2), "input-NAME-RANKS", []),
 ]
 NEEDED = {"bench_frameworks": "torch"}

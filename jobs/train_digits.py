@@ -68,16 +68,15 @@ class Network:
     def step(self, strategy: mpidist.Strategy, batch: Any) -> tuple[Any, float]:
         """Train on a batch; return its loss, a sum over its rows, and their number."""
         sums = strategy.reduce("SUM", strategy.run(self.gradients, args=batch))
-        for name, w in self.weights.items():
-            gradient = self.learning_rate / sums["rows"] * sums[name]
-            strategy.extended.update(w, descend, (self.velocity[name], gradient))
+        strategy.extended.update([*self.weights.values()], self.descend, (sums,))
         return sums["loss"], sums["rows"]
 
-
-def descend(w: mpidist.Variable, velocity: mpidist.Variable, gradient: Any) -> None:
-    """Change this rank's copies, with momentum; they are equal on all ranks."""
-    velocity.assign(0.9 * velocity - gradient)
-    w.assign_add(velocity)
+    def descend(self, weights: list[mpidist.Variable], sums: dict[str, Any]) -> None:
+        """Change this rank's copies, with momentum; they are equal on all ranks."""
+        rate = self.learning_rate / sums["rows"]
+        for w, (name, velocity) in zip(weights, self.velocity.items()):
+            velocity.assign(0.9 * velocity - rate * sums[name])
+            w.assign_add(velocity)
 
 
 def read(strategy: mpidist.Strategy, options: argparse.Namespace) -> tuple[Any, Any]:

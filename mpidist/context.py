@@ -68,7 +68,8 @@ def frame_for(strategy: Strategy, name: str) -> Frame:
     Raises:
       ContextError: another strategy than `strategy`, or the default one, is current.
     """
-    frame = current()
+    frames = _stack.frames
+    frame = frames[-1] if frames else current()
     if frame.strategy is not strategy and frame.strategy is not _default[0]:
         raise ContextError(
             f"Mixing different tf.distribute.Strategy objects: {name} of {strategy!r} "
@@ -185,7 +186,8 @@ def in_cross_replica_context() -> bool:
 
 def in_replica_function() -> bool:
     """Return whether a function passed to `run` is running, outside `merge_call`."""
-    top = current()
+    frames = _stack.frames  # without a call of `current`
+    top = frames[-1] if frames else _stack.base or _default_frame[0]
     return top.replica is not None and top.strategy is not _default[0]
 
 
@@ -196,8 +198,8 @@ def in_replica_of(strategy: Strategy) -> bool:
 
 def is_current(replica: ReplicaContext) -> bool:
     """Return whether this replica context is the current one."""
-    frames = _stack.frames
-    top = frames[-1] if frames else current()
+    frames = _stack.frames  # without a call of `current`
+    top = frames[-1] if frames else _stack.base or _default_frame[0]
     return top.replica is replica
 
 
@@ -241,7 +243,8 @@ class enter:  # noqa: N801 (reads as a verb in a with statement)
 
 def require_cross_replica(strategy: Strategy, call: str) -> None:
     """Raise ContextError unless in the strategy's cross-replica or default context."""
-    top = current()
+    frames = _stack.frames  # without a call of `current`
+    top = frames[-1] if frames else _stack.base or _default_frame[0]
     if top.strategy is _default[0]:
         return
     if top.strategy is strategy:

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import numbers
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 
 import numpy as np
@@ -383,8 +383,8 @@ def local_component(value: Any) -> Any:
 
 # The types of most arguments; they have no structure
 _WITH_COMPONENT = {PerReplica, Mirrored}
-_COMMON = _WITH_COMPONENT | {np.ndarray, float, int, bool, str}
-_COMMON |= {np.float64, np.float32, np.bool_}
+_PLAIN = {np.ndarray, np.float64, np.float32, np.bool_, float, int, bool, str}
+_COMMON = _PLAIN | _WITH_COMPONENT
 
 
 def regroup(value: Any, replica_id: int) -> Any:
@@ -395,29 +395,38 @@ def regroup(value: Any, replica_id: int) -> Any:
     if value is None or isinstance(value, DistributedValues):
         return value
     kind = type(value)
+    # Common nests are taken apart without optree
     if kind in _COMMON:
-        return _wrap(value, replica_id)
-    if kind is tuple and all(map(_is_leaf, value)):
-        return tuple([_wrap(leaf, replica_id) for leaf in value])
-    if kind is dict and all(map(_is_leaf, value.values())) and _is_named(value):
-        return {name: _wrap(leaf, replica_id) for name, leaf in value.items()}
-    return nest.map_leaves(lambda leaf: _wrap(leaf, replica_id), value)
+        return _wrap([value], replica_id)[0]
+    if kind is tuple and _COMMON.issuperset(map(type, value)):
+        return tuple(_wrap(value, replica_id))
+    if kind is dict and (named := _wrap_named(value, replica_id)) is not None:
+        return named
+    leaves, spec = nest.flatten(value)
+    return nest.unflatten(spec, _wrap(leaves, replica_id))
 
 
-def _is_named(value: dict[Any, Any]) -> bool:
-    return all(type(name) is str for name in value)
+def _wrap_named(value: dict[Any, Any], replica_id: int) -> dict[str, Any] | None:
+    """Return a dict of `PerReplica`; None if a key or a value is not a common one."""
+    wrapped, new, ids = {}, object.__new__, (replica_id,)
+    for name, leaf in value.items():
+        if type(leaf) not in _PLAIN or type(name) is not str:
+            return None
+        wrapped[name] = made = new(PerReplica)  # its arguments need no checks
+        made._values = (leaf,)
+        made._replica_ids = ids
+    return wrapped
 
 
-def _wrap(leaf: Any, replica_id: int) -> Any:
-    if leaf is None or isinstance(leaf, DistributedValues):
-        return leaf
-    made = PerReplica.__new__(PerReplica)  # its arguments need no checks
-    made._values, made._replica_ids = (leaf,), (replica_id,)
-    return made
-
-
-def _is_leaf(value: Any) -> bool:
-    return type(value) in _COMMON or isinstance(value, DistributedValues)
+def _wrap(leaves: Iterable[Any], replica_id: int) -> list[Any]:
+    wrapped, new, ids = [], object.__new__, (replica_id,)
+    for leaf in leaves:
+        if leaf is None or isinstance(leaf, DistributedValues):
+            wrapped.append(leaf)
+            continue
+        wrapped.append(made := new(PerReplica))
+        made._values, made._replica_ids = (leaf,), ids
+    return wrapped
 
 
 def select_replica(value: Any) -> Any:
@@ -440,8 +449,10 @@ def local_arguments(
                 components.append(value._values[0])
             elif kind in _COMMON:
                 components.append(value)
+            elif kind is dict and _PLAIN.issuperset(map(type, value.values())):
+                components.append(dict(value))
             elif isinstance(value, DistributedValues):
-                components.append(_select(value))
+                components.append(value if value.is_variable else value._values[0])
             else:
                 break
         else:

@@ -18,7 +18,7 @@ LAST_LINE = re.compile(
     r"loss=\d\.\d{6} accuracy=(\d\.\d{4}) samples_per_s=\d+ ranks=(\d+)"
     r"( speedup=\d+\.\d\d)?"
 )
-# The network and the data that benchmarks/bench_step.py trains
+# Steps that cost little
 SMALL = ["--shifts=0", "--hidden=128", "--batch-size=64", "--learning-rate=0.05"]
 
 

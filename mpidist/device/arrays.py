@@ -182,7 +182,7 @@ def like(result: Any, original: Any) -> Any:
     A Python number gives a Python number, an array scalar an array scalar, an array of
     another library an array of that library. Anything else gives `result` itself.
     """
-    if type(original) is np.ndarray:
+    if type(original) is np.ndarray or type(original) is type(result):
         return result
     if isinstance(original, np.generic):
         return result[()]

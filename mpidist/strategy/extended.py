@@ -174,14 +174,15 @@ class StrategyExtended(ReplicaGroup):
         """
         require_cross_replica(self.strategy, "update")
         target = self._own_copy(var)
-        validation.function("fn", fn)
+        if not callable(fn):
+            validation.function("fn", fn)
         args, kwargs = local_arguments(args, kwargs)
         with self._in_update:
             result = fn(target, *args, **kwargs)
         return None if group else result
 
     def _own_copy(self, var: Any) -> Any:
-        if isinstance(var, Variable) and var.distribute_strategy is self.strategy:
+        if isinstance(var, Variable) and var._strategy is self.strategy:
             return var
         if isinstance(var, Mirrored):
             return var.values[0]

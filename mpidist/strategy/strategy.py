@@ -181,7 +181,7 @@ class Strategy:
                 extended.before_run()
             if not counters.has_begun:
                 counters.begin()
-            begun = time.monotonic_ns()
+            begun = 0 if trace is None else time.monotonic_ns()
             result = extended.consensus.run(
                 "run", self._call_replica, fn, args, kwargs, options
             )

@@ -174,6 +174,7 @@ class Variable(ArrayView, DistributedValues):
         local = extended.consensus.run(call, prepare)
         local = extended.broadcast_from_first(call, local)
         self._can_overflow = is_integer(local.dtype)
+        self._is_plain = type(local) is np.ndarray and not self._can_overflow
         # Whether values of several replicas can be combined to one
         self._is_combined = self._aggregation in (_SUM, _FIRST) or (
             self._aggregation is _MEAN and is_floating(local.dtype)
@@ -253,7 +254,8 @@ class Variable(ArrayView, DistributedValues):
         Not collective, except for an ON_READ variable in cross-replica context; there
         it raises ArgumentError on all replicas if the aggregation is NONE.
         """
-        return make_read_only(self._array().view())
+        # A view of a read-only array is read-only
+        return (self._array() if self._is_on_read else self._values[0]).view()
 
     read_value = value
 
@@ -475,6 +477,18 @@ class Variable(ArrayView, DistributedValues):
         communicate must pass the same.
         """
         frame = context.frame_for(self._strategy, self._name)
+        if frame.is_update and self._is_plain:
+            # The short way for an array of the same dtype: what is below gives the same
+            local = self._values[0]
+            if type(value) is Variable and not value._is_on_read:
+                value = value._values[0]  # as in `_convert`
+            if type(value) is np.ndarray and value.dtype is local.dtype:
+                new = value.copy() if apply is _copy_of_new else apply(local, value)
+                is_array = type(new) is np.ndarray and new.dtype is local.dtype
+                if is_array and new.shape == local.shape:
+                    new.setflags(False)
+                    self._values, self._root = (new,), None
+                    return
         if not (frame.is_update or frame.is_replica_of(self._strategy)):
             new = self._apply_everywhere(operation, apply, value, part)
         else:

@@ -28,6 +28,24 @@ def test_update_of_a_mirrored_value_and_results(strategy):
     np.testing.assert_array_equal(got, [3, 3])
 
 
+def test_update_gives_the_function_a_dict_of_its_own(strategy):
+    with strategy.scope():
+        w, v = (mpidist.Variable(np.zeros(2)) for _ in range(2))
+    sums = {"b": np.ones(2), "a": 3.0}
+
+    def fn(variables, sums):
+        assert type(variables) is list
+        assert list(sums) == ["b", "a"]
+        for variable in variables:
+            variable.assign_add(sums["b"])
+        del sums["b"]
+        return variables
+
+    assert strategy.extended.update([w, v], fn, (sums,), group=False) == [w, v]
+    assert list(sums) == ["b", "a"]
+    np.testing.assert_array_equal([w, v], np.ones((2, 2)))
+
+
 def test_update_non_slot(strategy):
     extended = strategy.extended
     devices = extended.non_slot_devices([])

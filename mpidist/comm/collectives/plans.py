@@ -7,7 +7,7 @@ return the results. A call of a known kind uses its plan without further checks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,13 +45,15 @@ class Structure(NamedTuple):
     Args:
       spec: the structure of the first value of a plan. Later ones may have the keys of
         a mapping in another order: such specs are equal.
-      kind: list or tuple if its members are the leaves, None if it is the only leaf,
-        else `nest.Spec`.
+      kind: list, tuple or dict if its members are the leaves, None if it is the only
+        leaf, else `nest.Spec`.
+      names: of a dict, in its own order, with the numbers of the leaves.
       foreign: the numbers of the leaves that are no arrays of NumPy.
     """
 
     spec: nest.Spec
     kind: type | None
+    names: Mapping[Any, int]
     foreign: Sequence[int]
 
     @classmethod
@@ -59,12 +61,14 @@ class Structure(NamedTuple):
         """Return the structure of a flattened value."""
         foreign = [i for i, a in enumerate(leaves) if type(a) is not np.ndarray]
         if spec.type is None:
-            return cls(spec, None, foreign)
-        # The common nests, a flat list or tuple, are rebuilt without optree.
+            return cls(spec, None, {}, foreign)
+        # The common nests, flat ones, are rebuilt without optree.
         count = len(leaves)
-        is_flat = spec.type in _FLAT and spec.num_children == count
-        is_flat = is_flat and spec.num_nodes == count + 1
-        return cls(spec, spec.type if is_flat else nest.Spec, foreign)
+        is_flat = spec.num_children == count and spec.num_nodes == count + 1
+        if not is_flat or spec.type not in (*_FLAT, dict):
+            return cls(spec, nest.Spec, {}, foreign)
+        names = nest.unflatten(spec, range(count)) if spec.type is dict else {}
+        return cls(spec, spec.type, names, foreign)
 
     def try_out(self, leaves: Sequence[Any], inputs: Sequence[Any]) -> None:
         """Raise if results cannot have the leaf types: the ranks have not agreed yet.
@@ -97,6 +101,8 @@ class Structure(NamedTuple):
             return results[0]
         if self.kind in _FLAT:
             return results if self.kind is list else tuple(results)
+        if self.kind is dict and spec is None:
+            return {name: results[i] for name, i in self.names.items()}
         return nest.unflatten(self.spec if spec is None else spec, results)
 
 
@@ -133,23 +139,19 @@ class PlanCache:
             return key, self._known.get(key), (value,), None
         structure: Any = type(value)
         if structure in _FLAT:
-            leaves = [a.values[0] if type(a) in _DISTRIBUTED else a for a in value]
-            kinds = tuple(map(kind, leaves))
+            leaves, kinds = _kinds_of(value, kind)
             # A leaf of unknown kind is converted each time, so a plan cannot be
             # looked up.
             if None not in kinds:
                 key = operation, detail, (structure, kinds)
                 return key, self._known.get(key), leaves, None
-        if structure is dict and (names := self._sorted(tuple(value))):
-            leaves = [value[name] for name in names]
-            leaves = [a.values[0] if type(a) in _DISTRIBUTED else a for a in leaves]
-            kinds = tuple(map(kind, leaves))
+        if structure is dict and (names := self._sorted(order := tuple(value))):
+            leaves, kinds = _kinds_of(map(value.__getitem__, names), kind)
             if None not in kinds:
-                key = operation, detail, (tuple(value), kinds)
+                key = operation, detail, (order, kinds)
                 return key, self._known.get(key), leaves, None
         leaves, spec = nest.flatten(value)
-        leaves = [a.values[0] if type(a) in _DISTRIBUTED else a for a in leaves]
-        kinds = tuple(map(kind, leaves))
+        leaves, kinds = _kinds_of(leaves, kind)
         if None in kinds:
             return None, None, leaves, spec
         key = operation, detail, (spec, kinds)
@@ -266,6 +268,18 @@ def detail_of(argument: Any, options: CommunicationOptions | None) -> Any:
         return argument
     is_known = isinstance(options, CommunicationOptions) and argument is not None
     return (argument, options) if is_known else None
+
+
+def _kinds_of(leaves: Iterable[Any], kind: Kind) -> tuple[list[Any], tuple[Any, ...]]:
+    """Return leaves, this rank's components of distributed ones, and their kinds."""
+    values, kinds, is_whole = [], [], kind is kind_of
+    for leaf in leaves:
+        if type(leaf) in _DISTRIBUTED:
+            leaf = leaf._values[0]
+        values.append(leaf)
+        is_array = is_whole and type(leaf) is np.ndarray  # without a call
+        kinds.append((leaf.dtype, leaf.shape) if is_array else kind(leaf))
+    return values, tuple(kinds)
 
 
 def kind_of(leaf: Any) -> Any:

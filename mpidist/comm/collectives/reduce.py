@@ -78,6 +78,7 @@ class _Pack(NamedTuple):
       arrays: the numbers of the leaves that are arrays; they come first in the pack.
       cuts: for each of them where it is in the pack, and its shape.
       scalars: the numbers of those that have no dimensions, one element each.
+      members: the numbers of all leaves.
     """
 
     dtype: np.dtype[Any]
@@ -87,6 +88,7 @@ class _Pack(NamedTuple):
     arrays: tuple[int, ...]
     cuts: tuple[tuple[slice, tuple[int, ...]], ...]
     scalars: tuple[int, ...]
+    members: Sequence[int]
 
     def fill(self, page: Any, leaves: Sequence[Any]) -> None:
         """Write the leaves into `page`, an array of this dtype and shape."""
@@ -166,6 +168,8 @@ class ReducePlan(NamedTuple):
       is_on_gpu: whether some of the leaves are.
       combine: reduces the arrays of two ranks.
       divisor: the divisor of totals for a mean; else 0.
+      is_copied: whether results are copies of the leaves, or numbers themselves: there
+        is one rank, and no other dtype.
       sums: of large arrays; None for small ones and for what is not a sum.
     """
 
@@ -179,6 +183,7 @@ class ReducePlan(NamedTuple):
     is_on_gpu: bool
     combine: np.ufunc
     divisor: int
+    is_copied: bool
     sums: SumPlan | None = None
 
 
@@ -345,6 +350,9 @@ def plan_reduction(
         has_integers=arithmetic.may_not_fit(op, [a.dtype for a in inputs]),
         is_on_gpu=any(map(arrays.is_device_array, inputs)),
         divisor=state.size if op.rule.divides else 0,
+        is_copied=state.size == 1
+        and all(pack.dtype is pack.out for pack in packs)
+        and not op.rule.divides,
     )
 
 
@@ -352,6 +360,11 @@ def reduce_packed(
     state: CollectiveContext, plan: ReducePlan, inputs: Sequence[Any]
 ) -> list[Any]:
     """Return reductions of leaves sent with the comparison. Collective."""
+    if plan.is_copied:  # nothing is exchanged, so threads need not wait
+        return [a.copy() if isinstance(a, np.ndarray) else a for a in inputs]
+    if plan.pages is None:
+        with plan.call:
+            return _reduce_alone(plan, inputs)
 
     def fill(pages: Sequence[Any]) -> bool:
         """Write this rank's packs; return whether their sums may overflow."""
@@ -365,13 +378,7 @@ def reduce_packed(
 
     results: list[Any] = [None] * len(inputs)
     with plan.call as call:
-        if plan.pages is None:  # of one rank
-            # Converted and packed as many ranks do it, which gives their dtypes
-            alone = [np.empty(pack.shape, pack.dtype) for pack in plan.packs]
-            fill(alone)
-            parts: Sequence[Sequence[Any]] = [(a,) for a in alone]
-        else:
-            parts = call.exchange(plan.pages, fill)
+        parts = call.exchange(plan.pages, fill)
         while True:
             try:
                 # Views of shared pages, valid until the next agreement: totals are
@@ -391,6 +398,18 @@ def reduce_packed(
         if plan.has_integers and state.consensus.comparison.is_any_large:
             _check_overflow(state, plan, parts, results)
         return state.copies.up(results, inputs) if plan.is_on_gpu else results
+
+
+def _reduce_alone(plan: ReducePlan, inputs: Sequence[Any]) -> list[Any]:
+    """Return reductions of the leaves of the only rank, in new arrays."""
+    results: list[Any] = [None] * len(inputs)
+    for pack in plan.packs:
+        for i in pack.members:
+            total = np.array(inputs[i], pack.dtype, order="C")
+            if plan.divisor:
+                total /= plan.divisor
+            results[i] = total if pack.dtype is pack.out else total.astype(pack.out)
+    return results
 
 
 def _check_overflow(
@@ -780,14 +799,16 @@ def _pack(
     inputs: Sequence[Any],
 ) -> _Pack:
     if len(members) == 1:
-        return _Pack(dtype, out, inputs[members[0]].shape, members[0], (), (), ())
+        shape = inputs[members[0]].shape
+        return _Pack(dtype, out, shape, members[0], (), (), (), members)
     scalars = tuple(i for i in members if not inputs[i].ndim)
     others = tuple(i for i in members if inputs[i].ndim)
     cuts, end = [], 0
     for i in others:
         cuts.append((slice(end, end + inputs[i].size), inputs[i].shape))
         end += inputs[i].size
-    return _Pack(dtype, out, (end + len(scalars),), None, others, tuple(cuts), scalars)
+    shape = (end + len(scalars),)
+    return _Pack(dtype, out, shape, None, others, tuple(cuts), scalars, members)
 
 
 def _total_dtype(array: Any) -> np.dtype[Any]:

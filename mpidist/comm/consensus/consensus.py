@@ -476,7 +476,9 @@ class Consensus:
             begun = state["event"]
             try:
                 state["depth"] = depth + 1  # whatever was interrupted
-                self.leave_scope(operation, error, call=call, yield_cpu=yield_cpu)
+                is_alone = self.size == 1 and call is None and not yield_cpu
+                if not is_alone or error is not None or state["unwinding"]:
+                    self.leave_scope(operation, error, call=call, yield_cpu=yield_cpu)
             except BaseException as raised:
                 self.escaped(operation, raised, begun, depth)
                 diagnostics.forget_locals(raised)

@@ -346,7 +346,7 @@ class DistributedIterator:
         plan, step = self._plan, self._step
         # The replicas have already agreed on the group of this step: the fast path
         if step < self._agreed_until:
-            self._record_progress(step + 1)
+            plan.extended.consensus.progress.set(self._progress_key, step + 1)
             return self._read()
         where = ("the iterator", plan.name), ("epoch", self._epoch.number)
         if not plan.is_open_ended:

@@ -481,7 +481,7 @@ class Prefetcher:
         """Return the batch of a step, or None at the end of the data."""
         if not self._threads:
             return self.reader.read(step)
-        local_batch = self._wait_for(step).popleft()
+        local_batch = (self._ready or self._wait_for(step)).popleft()
         if isinstance(local_batch, Exception):
             raise local_batch
         return local_batch

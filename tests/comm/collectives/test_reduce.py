@@ -306,3 +306,28 @@ def test_an_accumulation_function_is_for_sums(make_strategy):
     strategy = make_strategy(cross_device_ops=ops)
     with pytest.raises(mpidist.ArgumentError, match="accumulation_fn"):
         strategy.reduce("MAX", 1.0)
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "MAX"])
+def test_results_have_the_leaves_types_and_memory_of_their_own(strategy, op):
+    value = {
+        "z": np.ones((2, 3)),
+        "turned": np.ones((3, 2)).T,
+        "count": 3,
+        "loss": 2.0,
+        "scale": np.float32(0.5),
+        "wide": np.ones((), "f4"),
+        "half": np.ones(3, "f2"),
+    }
+    times = strategy.num_replicas_in_sync if op == "SUM" else 1
+    for _ in range(3):  # the first makes a plan
+        result = strategy.reduce(op, value)
+        assert list(result) == list(value)
+        for name, leaf in value.items():
+            expected = float if op == "MEAN" and name == "count" else type(leaf)
+            assert type(result[name]) is expected
+            np.testing.assert_array_equal(result[name], times * leaf)
+            if isinstance(leaf, np.ndarray):
+                assert result[name].dtype == leaf.dtype
+                assert not np.shares_memory(result[name], leaf)
+                result[name][...] = 7  # can be written to, and is nobody else's
