@@ -1,11 +1,13 @@
 """An exception at any line of the library, as a signal handler raises it."""
 
 import contextlib
+import dis
 import os
 import sys
 
 import mpidist
 
+_NOP = dis.opmap["NOP"]
 FOLDER = os.path.dirname(mpidist.__file__) + os.sep
 
 
@@ -22,7 +24,9 @@ def interrupted(number, kind=Interrupt, folder=FOLDER, is_counted=lambda: True):
     left, open_calls = [number], []
 
     def at_line(frame, event, argument):
-        if event == "line" and open_calls and is_counted():
+        # At a `try:`, for which no handler is looked up, no signal handler runs
+        is_nop = frame.f_code.co_code[frame.f_lasti] == _NOP
+        if event == "line" and open_calls and not is_nop and is_counted():
             left[0] -= 1
         if left[0] == 0:
             sys.settrace(None)
