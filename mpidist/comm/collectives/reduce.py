@@ -432,6 +432,7 @@ class Sum:
       options: see `CommunicationOptions`.
       message: of these arrays; None makes one.
       prepare_sum: replaces transports.
+      in_place: whether symmetric arrays may be added where they lie.
 
     `run` raises, on all ranks, ArgumentError for integers that do not fit their dtype.
     """
@@ -447,6 +448,7 @@ class Sum:
         options: CommunicationOptions,
         message: Message | None = None,
         prepare_sum: PrepareSum | None = None,
+        in_place: bool = True,
     ):
         if message is None:
             message = message_of_sums(state, op, values, options)
@@ -469,8 +471,10 @@ class Sum:
         elif state.size == 1:
             # Copies: results never alias arguments.
             self._memory = [value.copy() for value in partial]
-        elif state.symmetric.regions and (
-            address := _address_of(state, partial, options)
+        elif (
+            in_place
+            and state.symmetric.regions
+            and (address := _address_of(state, partial, options))
         ):
             self.address = address
             self._inner = _SymmetricSum(state, partial, options)
@@ -533,7 +537,7 @@ def sum_of(
     sends = [dtype for dtype, _ in kinds]
     packs = _divide(state, kinds, shapes, options, transport)
     message = Message(sends=sends, packs=packs)
-    return Sum(state, ReduceOp.SUM, values, options, message)
+    return Sum(state, ReduceOp.SUM, values, options, message, in_place=False)
 
 
 def message_of_sums(
