@@ -5,10 +5,10 @@ A reduction runs in one of three ways, the same on all ranks:
 - small arrays travel with the comparison of the calls, in one exchange
   (`reduce_packed`);
 - sums of large arrays: all memory is reserved, the ranks compare their calls, and
-  transports add the arrays, pack by pack (`prepare`);
+  transports add the arrays, pack by pack (`Sum`);
 - MIN, MAX and PRODUCT of large arrays: each rank gets the numbers of all, block by
-  block, and combines them in rank order, as MPI and NCCL do not define the result for
-  nan and for integer overflow.
+  block, and combines them in rank order (`_Combination`), as MPI and NCCL do not define
+  the result for nan and for integer overflow.
 """
 
 from __future__ import annotations
