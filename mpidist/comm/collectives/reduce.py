@@ -291,7 +291,8 @@ def plan_reduction(
         has_integers=arithmetic.may_not_fit(op, [a.dtype for a in inputs]),
         is_on_gpu=any(map(arrays.is_device_array, inputs)),
         divisor=state.size if op.rule.divides else 0,
-        is_copied=state.size == 1
+        is_copied=is_packed
+        and state.size == 1
         and all(pack.dtype is pack.out for pack in message.packs)
         and not op.rule.divides,
     )
