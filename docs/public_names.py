@@ -23,7 +23,7 @@ INTERNAL = {
     "StrategyExtended": "all_gather all_reduce broadcast_from_first close "
     "gather merge_call recorders_beside reduce reduce_over_axis reduce_own register "
     "symmetric_like use_device variables zeros",
-    "MpiAllReduce": "is_sum prepare_sums",
+    "MpiAllReduce": "is_sum prepare_sum",
     "Variable": "is_variable local on_read replace_local",
 }
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.comm.collectives.operations import Collectives
-from mpidist.comm.collectives.reduce import Prepared
+from mpidist.comm.collectives.reduce import Reduction
 from mpidist.comm.consensus.public_calls import announce_errors
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.comm.topology import Topology, parse_devices
@@ -217,18 +217,16 @@ class CrossDeviceOps:
 
     def prepare(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
-    ) -> Prepared:
+    ) -> Reduction:
         """Return what calls the implementation, once the ranks agree."""
-        run = self.collectives.consensus.run
-        name = type(self).__qualname__
-        return 0, lambda _: run(name, self._implement, op, values, options)
+        run, name = self.collectives.consensus.run, type(self).__qualname__
+        return _Deferred(run, name, self._implement, op, values, options)
 
-    def prepare_sums(
+    def prepare_sum(
         self, values: Sequence[Any], options: CommunicationOptions
-    ) -> Callable[[], list[Any]]:
-        """Reserve memory; return what sums contiguous arrays over all replicas."""
-        _, move = self.prepare(ReduceOp.SUM, values, options)
-        return lambda: move(False)
+    ) -> Reduction:
+        """Return what sums contiguous arrays over all replicas; see `prepare`."""
+        return self.prepare(ReduceOp.SUM, values, options)
 
     def _implement(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
@@ -280,21 +278,34 @@ announce_errors(
 class MpiAllReduce(CrossDeviceOps):
     """The default: MPI all-reduces packs of arrays on their device."""
 
-    is_sum = True  # whether `prepare_sums` only adds arrays
+    is_sum = True  # whether `prepare_sum` only adds arrays
 
     def prepare(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
-    ) -> Prepared:
-        """See `reduce.prepare`."""
-        return self.collectives.prepare(
-            op, values, options, self.prepare_sums, self.is_sum
+    ) -> Reduction:
+        """See `reduce.prepare_reduction`."""
+        return self.collectives.prepare_reduction(
+            op, values, options, self.prepare_sum, self.is_sum
         )
 
-    def prepare_sums(
+    def prepare_sum(
         self, values: Sequence[Any], options: CommunicationOptions
-    ) -> Callable[[], list[Any]]:
-        """See `CrossDeviceOps.prepare_sums`."""
-        return self.collectives.prepare_sums(values, options)
+    ) -> Reduction:
+        """See `CrossDeviceOps.prepare_sum`."""
+        return self.collectives.sum_of(values, options)
+
+
+class _Deferred:
+    """A reduction by a function; see `reduce.Reduction`."""
+
+    address = 0
+
+    def __init__(self, fn: Callable[..., list[Any]], *arguments: Any):
+        self._run = functools.partial(fn, *arguments)
+
+    def run(self, is_symmetric: bool = False) -> list[Any]:
+        """See `reduce.Reduction`."""
+        return self._run()
 
 
 def _own(array: Any) -> Any:
@@ -339,16 +350,16 @@ class _PackedAllReduce(MpiAllReduce):
     def __init__(self, num_packs: int = 1):
         self._num_packs = validation.integer("num_packs", num_packs, 0)
 
-    def prepare_sums(
+    def prepare_sum(
         self, values: Sequence[Any], options: CommunicationOptions
-    ) -> Callable[[], list[Any]]:
-        """See `MpiAllReduce.prepare_sums`."""
+    ) -> Reduction:
+        """See `MpiAllReduce.prepare_sum`."""
         # The user's own pack size comes first.
         if self._num_packs != 1 and not options.bytes_per_pack:
             total = sum(value.nbytes for value in values)
             size = max(1, -(-total // self._num_packs)) if self._num_packs else 1
             options = dataclasses.replace(options, bytes_per_pack=size)
-        return self.collectives.prepare_sums(values, options, self._transport)
+        return self.collectives.sum_of(values, options, self._transport)
 
 
 class HierarchicalCopyAllReduce(_PackedAllReduce):
@@ -466,18 +477,17 @@ class ReductionToOneDevice(MpiAllReduce):
 
     def prepare(
         self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
-    ) -> Prepared:
+    ) -> Reduction:
         """See `CrossDeviceOps.prepare`."""
         if not (op.adds or self.is_sum):
             raise ArgumentError(f"accumulation_fn replaces SUM and MEAN, not {op.name}")
-        _, move = super().prepare(op, values, options)
-        run = self.collectives.consensus.run
-        return 0, lambda is_same: run(type(self).__qualname__, move, is_same)
+        run, name = self.collectives.consensus.run, type(self).__qualname__
+        return _Deferred(run, name, super().prepare(op, values, options).run)
 
-    def prepare_sums(
+    def prepare_sum(
         self, values: Sequence[Any], options: CommunicationOptions
-    ) -> Callable[[], list[Any]]:
-        """See `MpiAllReduce.prepare_sums`."""
+    ) -> Reduction:
+        """See `MpiAllReduce.prepare_sum`."""
         if options.compression is not None:
             raise ArgumentError(
                 "ReductionToOneDevice does not support compression: omit "
@@ -489,7 +499,10 @@ class ReductionToOneDevice(MpiAllReduce):
         ranks = self.collectives.consensus.size
         gathered = [np.empty((ranks, *host.shape), host.dtype) for host in hosts]
         totals = [np.empty(host.shape, host.dtype) for host in hosts]
-        return lambda: list(map(self._sum, values, hosts, gathered, totals))
+        return _Deferred(self._sums, values, hosts, gathered, totals)
+
+    def _sums(self, *arguments: Any) -> list[Any]:
+        return list(map(self._sum, *arguments))
 
     def _sum(self, value: Any, host: Any, everyone: Any, total: Any) -> Any:
         consensus = self.collectives.consensus

@@ -246,8 +246,8 @@ class ReplicaGroup:
         self.collectives = channel.collectives
         # In place of MPI's own, which need no object
         is_plain = type(self.cross_device_ops) is MpiAllReduce
-        self._reduction = None if is_plain else self.cross_device_ops.prepare
-        self._summation = None if is_plain else self.cross_device_ops.prepare_sums
+        self._prepare = None if is_plain else self.cross_device_ops.prepare
+        self._prepare_sum = None if is_plain else self.cross_device_ops.prepare_sum
         # All ranks bind the same class, so all can, or none can
         self.consensus.run(
             call, self.cross_device_ops.bind, self.collectives, self.topology
@@ -317,7 +317,7 @@ class ReplicaGroup:
         if self.topology.closed:
             self.topology.require_open()
         return self.collectives.all_reduce(
-            operation, reduce_op, value, options, self._reduction
+            operation, reduce_op, value, options, self._prepare
         )
 
     def reduce_own(self, operation: str, reduce_op: str, value: Any) -> Any:
@@ -334,7 +334,7 @@ class ReplicaGroup:
         """Return the reduction of `value` over an axis and all replicas."""
         self.topology.require_open()
         return self.collectives.reduce_over_axis(
-            operation, reduce_op, value, axis, summation=self._summation
+            operation, reduce_op, value, axis, prepare_sum=self._prepare_sum
         )
 
     def gather(

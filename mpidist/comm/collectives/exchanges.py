@@ -30,7 +30,7 @@ from mpidist.comm.collectives.counts import (
 from mpidist.comm.collectives.plans import (
     OP_TYPES,
     CollectiveContext,
-    Structure,
+    Message,
     detail_of,
     kind_along,
     kind_of,
@@ -85,7 +85,7 @@ class ExchangePlan(NamedTuple):
     Args:
       call: what the ranks agree on.
       options: see `CommunicationOptions`.
-      structure: of the value.
+      message: of the value.
       axes: of each leaf.
       divided: rows of each leaf for each rank, if ranks agree on them.
       counts: otherwise the exchange of these numbers, and of small arrays.
@@ -96,7 +96,7 @@ class ExchangePlan(NamedTuple):
 
     call: Call
     options: CommunicationOptions
-    structure: Structure
+    message: Message
     axes: Sequence[int]
     divided: Sequence[Sequence[int]] = ()
     counts: CountPlan | None = None
@@ -131,8 +131,8 @@ def all_to_all(
         sends_inline = not any(map(arrays.is_device_array, inputs))
         count = state.consensus.size * len(inputs)
         counts = plan_counts(state, call, count, wanted, sends_inline)
-        structure = Structure.of(spec, leaves)
-        plan = ExchangePlan(call, wanted, structure, axes, counts=counts)
+        message = Message.of(spec, leaves)
+        plan = ExchangePlan(call, wanted, message, axes, counts=counts)
         return plan, leaves, inputs
 
     return state.plans.run(
@@ -245,13 +245,13 @@ def reduce_scatter(
         )
         signature = CallSignature(operation, fields, spec, describe(inputs))
         call = state.consensus.call(signature, wanted.timeout_seconds)
-        structure = Structure.of(spec, leaves)
+        message = Message.of(spec, leaves)
         out, _ = arithmetic.dtypes_to_add(op, [a.dtype for a in inputs])
         packed = None
         if fits(state, op, inputs, wanted):
-            packed = plan_reduction(state, call, op, wanted, structure, inputs)
+            packed = plan_reduction(state, call, op, wanted, message, inputs)
         plan = ExchangePlan(
-            call, wanted, structure, axes, divided, op=op, out=out, packed=packed
+            call, wanted, message, axes, divided, op=op, out=out, packed=packed
         )
         return plan, leaves, inputs
 
@@ -302,7 +302,7 @@ def _reduce(
         return total
 
     def finish() -> list[Any]:
-        totals = check_each(places, plan.structure.spec, combine)
+        totals = check_each(places, plan.message.spec, combine)
         return [
             _put(total, place.result, i)
             for total, place, i in zip(totals, places, plan.axes, strict=True)

@@ -28,7 +28,7 @@ from mpidist.comm.collectives.counts import (
 )
 from mpidist.comm.collectives.plans import (
     CollectiveContext,
-    Structure,
+    Message,
     detail_of,
     kind_along,
     kind_of,
@@ -69,13 +69,13 @@ class GatherPlan(NamedTuple):
       counts: the exchange of the lengths, and of small arrays.
       axes: of each array.
       row_bytes: of each array, of one row along its axis.
-      structure: of the value; None for arrays.
+      message: of the value; None for arrays.
     """
 
     counts: CountPlan
     axes: Sequence[int]
     row_bytes: Sequence[int]
-    structure: Structure | None
+    message: Message | None
 
 
 def all_gather(
@@ -103,8 +103,8 @@ def all_gather(
         agreed = axis_field(axes), *option_fields(wanted)
         signature = CallSignature(operation, agreed, spec, describe_but(inputs, axes))
         call = state.consensus.call(signature, wanted.timeout_seconds)
-        structure = Structure.of(spec, leaves)
-        plan = plan_gather(state, call, inputs, axes, wanted, structure)
+        message = Message.of(spec, leaves)
+        plan = plan_gather(state, call, inputs, axes, wanted, message)
         return plan, leaves, inputs
 
     return state.plans.run(
@@ -123,7 +123,7 @@ def plan_gather(
     inputs: Sequence[Any],
     axes: Sequence[int],
     options: CommunicationOptions,
-    structure: Structure | None = None,
+    message: Message | None = None,
 ) -> GatherPlan:
     """Return the plan of a gather whose arguments have been checked.
 
@@ -133,7 +133,7 @@ def plan_gather(
       inputs: the arrays.
       axes: of each array.
       options: see `CommunicationOptions`.
-      structure: of the value.
+      message: of the value.
     """
     on_gpu = any(map(arrays.is_device_array, inputs))
     # Arrays that travel with the lengths must be in host memory; and if the user
@@ -146,7 +146,7 @@ def plan_gather(
         math.prod(packing.without(a.shape, (i,))) * a.dtype.itemsize
         for a, i in zip(inputs, axes)
     ]
-    return GatherPlan(counts, axes, row_bytes, structure)
+    return GatherPlan(counts, axes, row_bytes, message)
 
 
 def execute_gather(

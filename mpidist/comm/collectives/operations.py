@@ -12,9 +12,9 @@ from mpidist.comm.collectives.over_axis import reduce_over_axis
 from mpidist.comm.collectives.plans import CollectiveContext, prepare_inputs
 from mpidist.comm.collectives.reduce import (
     all_reduce,
-    prepare,
-    prepare_sums,
+    prepare_reduction,
     reduce_large,
+    sum_of,
 )
 from mpidist.comm.consensus.signatures import CallSignature
 from mpidist.device import arrays
@@ -29,8 +29,8 @@ class Collectives(CollectiveContext):
 
     all_reduce = all_reduce
     reduce_large = reduce_large
-    prepare = prepare
-    prepare_sums = prepare_sums
+    prepare_reduction = prepare_reduction
+    sum_of = sum_of
     reduce_over_axis = reduce_over_axis
     all_gather = all_gather
     all_to_all = all_to_all

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,19 +21,20 @@ from mpidist.comm.collectives.gather import GatherPlan, execute_gather, plan_gat
 from mpidist.comm.collectives.plans import (
     OP_TYPES,
     CollectiveContext,
-    Structure,
+    Message,
     detail_of,
     kind_along,
     kind_of,
     prepare_inputs,
 )
 from mpidist.comm.collectives.reduce import (
+    PrepareSum,
     ReducePlan,
-    Summation,
+    Reduction,
     fits,
     plan_reduction,
-    prepare_sums,
     reduce_packed,
+    sum_of,
 )
 from mpidist.comm.consensus.consensus import Call
 from mpidist.comm.consensus.signatures import CallSignature
@@ -54,7 +55,7 @@ class AxisPlan(NamedTuple):
       call: what the ranks agree on.
       op: the operation.
       options: see `CommunicationOptions`.
-      structure: of the value.
+      message: of the value.
       dtypes: of the results.
       axes: over which each is reduced.
       packed: the sums formed with the comparison; None for other cases.
@@ -65,7 +66,7 @@ class AxisPlan(NamedTuple):
     call: Call
     op: ReduceOp
     options: CommunicationOptions
-    structure: Structure
+    message: Message
     dtypes: Sequence[np.dtype[Any]]
     axes: Sequence[tuple[int, ...]]
     packed: ReducePlan | None = None
@@ -93,7 +94,7 @@ def reduce_over_axis(
     value: Any,
     axis: Axis,
     options: CommunicationOptions | None = None,
-    summation: Summation | None = None,
+    prepare_sum: PrepareSum | None = None,
 ) -> Any:
     """Return the reduction over `axis` and all ranks, on every rank. Collective.
 
@@ -102,7 +103,7 @@ def reduce_over_axis(
     all lengths, or nan if that is zero. Floating values are added up in double
     precision, integers in 64 bits; the result has the dtype of `value` (a mean of
     integers is float64; as in NumPy, 64-bit integers are added in float64 for it).
-    `summation` replaces transports for SUM and MEAN.
+    `prepare_sum` replaces transports for SUM and MEAN.
 
     Raises, on all ranks: see `all_reduce`; also ArgumentError for an
     axis out of range, a sum or product of integers that does not fit their dtype,
@@ -112,15 +113,15 @@ def reduce_over_axis(
     wanted = _DEFAULT if options is None else options
     kind, detail = kind_along(axis), None
     is_known = kind is not None and isinstance(reduce_op, OP_TYPES)
-    if is_known and summation is None:
+    if is_known and prepare_sum is None:
         detail = detail_of((reduce_op, axis), options)
     return state.plans.run(
         operation,
         detail,
         value,
         kind or kind_of,
-        lambda: _plan(state, operation, reduce_op, value, axis, wanted, summation),
-        lambda plan, inputs: _execute(state, plan, inputs, summation),
+        lambda: _plan(state, operation, reduce_op, value, axis, wanted, prepare_sum),
+        lambda plan, inputs: _execute(state, plan, inputs, prepare_sum),
     )
 
 
@@ -131,7 +132,7 @@ def _plan(
     value: Any,
     axis: Axis,
     options: CommunicationOptions,
-    summation: Summation | None,
+    prepare_sum: PrepareSum | None,
 ) -> tuple[AxisPlan, list[Any], list[Any]]:
     op = ReduceOp.parse(reduce_op)
     leaves, spec, inputs = prepare_inputs(state, value, options)
@@ -145,10 +146,10 @@ def _plan(
     agreed = ("reduce_op", op.name), axis_field(axes), *option_fields(options)
     signature = CallSignature(operation, agreed, spec, described)
     call = state.consensus.call(signature, options.timeout_seconds)
-    structure = Structure.of(spec, leaves)
+    message = Message.of(spec, leaves)
     dtypes = [op.rule.result(a.dtype) for a in inputs]
     is_large = 8 * sum(map(math.prod, rest)) >= packing.LARGE_BYTES
-    plan = AxisPlan(call, op, options, structure, dtypes, axes)
+    plan = AxisPlan(call, op, options, message, dtypes, axes)
     plan = plan._replace(is_large=is_large)
     # Run once on arrays without rows, which shows dtypes and shapes of what is
     # sent.
@@ -157,8 +158,8 @@ def _plan(
         along = [0] * len(sent)
         gather = plan_gather(state, call, sent, along, options)
         plan = plan._replace(gather=gather)
-    elif summation is None and fits(state, ReduceOp.SUM, sent, options):
-        packed = plan_reduction(state, call, ReduceOp.SUM, options, structure, sent)
+    elif prepare_sum is None and fits(state, ReduceOp.SUM, sent, options):
+        packed = plan_reduction(state, call, ReduceOp.SUM, options, message, sent)
         # Overflows are found by the sums in float64
         plan = plan._replace(packed=packed._replace(has_integers=False))
     return plan, leaves, inputs
@@ -191,31 +192,30 @@ def _execute(
     state: CollectiveContext,
     plan: AxisPlan,
     inputs: Sequence[Any],
-    summation: Summation | None = None,
+    prepare_sum: PrepareSum | None = None,
 ) -> list[Any]:
     """Return the reductions of the leaves. Collective."""
 
-    def prepare() -> tuple[_Partial, Callable[[], list[Any]]]:
+    def prepare() -> tuple[_Partial, list[Reduction]]:
         # The plan is cached and shared by threads; memory belongs to this call.
         partial = _reduce_own(state, plan, inputs)
         if not plan.op.adds or plan.packed is not None:
-            return partial, list
-        count, add = len(inputs), functools.partial(prepare_sums, state)
-        sum_values = (summation or add)(partial.sent[:count], plan.options)
+            return partial, []
+        count, own = len(inputs), functools.partial(sum_of, state)
+        values = (prepare_sum or own)(partial.sent[:count], plan.options)
         # Lengths, and what shows overflows, are not the user's to change
-        sum_rest = add(partial.sent[count:], _DEFAULT)
-        return partial, lambda: [*sum_values(), *sum_rest()]
+        return partial, [values, own(partial.sent[count:], _DEFAULT)]
 
     with plan.call as call:
         # A reduction of this rank's rows may fail (memory)
-        partial, sum_here = call.reserve(prepare)
+        partial, sums = call.reserve(prepare)
         if plan.gather is not None:
             totals = execute_gather(state, plan.gather, partial.sent)
         elif plan.packed is not None:
             totals = reduce_packed(state, plan.packed, partial.sent)
         else:
             call.agree()
-            totals = sum_here()
+            totals = [total for each in sums for total in each.run()]
         finish = call.finish if plan.is_large else with_spare
         results = finish(_finish, state, plan, totals, partial.estimate)
     # As NumPy's sum does, give an array scalar where no dimension is left
@@ -229,7 +229,7 @@ def _finish(
     estimate: Sequence[Any],
 ) -> list[Any]:
     """Return the results, given what was summed or gathered."""
-    op, spec, count = plan.op, plan.structure.spec, len(plan.dtypes)
+    op, spec, count = plan.op, plan.message.spec, len(plan.dtypes)
     more = iter(totals[count + op.adds :])
     wide: Sequence[Any] = totals[:count]
     with state.consensus.collective_errors():

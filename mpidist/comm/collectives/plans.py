@@ -7,7 +7,10 @@ return the results. A call of a known kind uses its plan without further checks.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,8 +42,71 @@ Make = Callable[[], tuple[Any, Sequence[Any], Sequence[Any]]]
 Execute = Callable[[Any, Sequence[Any]], list[Any]]
 
 
-class Structure(NamedTuple):
-    """How to return results: with the structure and the leaf types of the value.
+class Pack(NamedTuple):
+    """Arrays that are sent and reduced as one.
+
+    Args:
+      members: their numbers among the arrays of the message.
+      cuts: for each of them where it is in the pack, and its shape.
+      size: how many elements they have.
+      shape: `(size,)`, or that of the array if there is but one.
+      dtype: in which they are added.
+      out: of the results.
+      scalars: how many have no dimensions; where they are packed, they are the last.
+      transport: adds them; None if they travel with the comparison of the calls.
+      wire: the dtype in which it sends them; None for their own.
+    """
+
+    members: Sequence[int]
+    cuts: Sequence[tuple[slice, tuple[int, ...]]]
+    size: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    out: np.dtype[Any]
+    scalars: int
+    transport: Any = None
+    wire: np.dtype[Any] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        members: Sequence[int],
+        shapes: Sequence[tuple[int, ...]],
+        dtype: np.dtype[Any],
+        out: np.dtype[Any],
+    ) -> Pack:
+        """Return a pack of some of the arrays, whose shapes are given."""
+        inside = [shapes[i] for i in members]
+        ends = list(itertools.accumulate(map(math.prod, inside), initial=0))
+        cuts = list(zip(map(slice, ends, ends[1:]), inside))
+        shape = inside[0] if len(members) == 1 else (ends[-1],)
+        return cls(members, cuts, ends[-1], shape, dtype, out, inside.count(()))
+
+    def fill(self, page: Any, leaves: Sequence[Any]) -> None:
+        """Write the leaves into `page`, an array of this dtype and shape."""
+        members, scalars = self.members, self.scalars
+        if len(members) == 1:
+            page[...] = leaves[members[0]]
+            return
+        if scalars < len(members):
+            # One call for all arrays, whose cost is per call rather than per byte.
+            rows = [leaves[i].reshape(-1) for i in members[: len(members) - scalars]]
+            out = page[: self.size - scalars]
+            np.concatenate(rows, out=out, casting="same_kind")
+        for position in range(-scalars, 0):
+            page[position] = leaves[members[position]]
+
+    def take_apart(self, total: Any, results: list[Any]) -> None:
+        """Put each array of a pack into `results`, as a view."""
+        if len(self.members) == 1:
+            results[self.members[0]] = total.reshape(self.shape)
+            return
+        for i, (cut, shape) in zip(self.members, self.cuts):
+            results[i] = total[cut].reshape(shape)
+
+
+class Message(NamedTuple):
+    """Arrays as packs, and results as a nest like the user's.
 
     Args:
       spec: the structure of the first value of a plan. Later ones may have the keys of
@@ -49,16 +115,27 @@ class Structure(NamedTuple):
         leaf, else `nest.Spec`.
       names: of a dict, in its own order, with the numbers of the leaves.
       foreign: the numbers of the leaves that are no arrays of NumPy.
+      sends: the dtypes in which the arrays are passed to a transport.
+      out: the dtypes of the results.
+      narrow: the numbers of the arrays whose result is narrower than their total.
+      packs: of all arrays.
+      has_flag: whether integers may overflow. Then the number of ranks with large
+        ones is summed as another, last array.
     """
 
-    spec: nest.Spec
-    kind: type | None
-    names: Mapping[Any, int]
-    foreign: Sequence[int]
+    spec: Any = None
+    kind: type | None = None
+    names: Mapping[Any, int] = MappingProxyType({})
+    foreign: Sequence[int] = ()
+    sends: Sequence[np.dtype[Any]] = ()
+    out: Sequence[np.dtype[Any]] = ()
+    narrow: Sequence[int] = ()
+    packs: Sequence[Pack] = ()
+    has_flag: bool = False
 
     @classmethod
-    def of(cls, spec: nest.Spec, leaves: Sequence[Any]) -> Structure:
-        """Return the structure of a flattened value."""
+    def of(cls, spec: nest.Spec, leaves: Sequence[Any]) -> Message:
+        """Return the message of a flattened value, without packs."""
         foreign = [i for i, a in enumerate(leaves) if type(a) is not np.ndarray]
         if spec.type is None:
             return cls(spec, None, {}, foreign)
@@ -205,7 +282,7 @@ class PlanCache:
             key, plan, leaves, spec = self.find(operation, detail, value, kind)
             if plan is not None:
                 results = execute(plan, leaves)
-                return plan.structure.unflatten_results(results, leaves, spec)
+                return plan.message.unflatten_results(results, leaves, spec)
         return self.run_first(operation, key, make, execute)
 
     def run_first(self, operation: str, key: Any, make: Make, execute: Execute) -> Any:
@@ -213,12 +290,12 @@ class PlanCache:
         # Held over plan and execution: two threads of a rank must not interleave.
         with self._consensus.call(operation) as call:
             plan, leaves, inputs = call.reserve(make)
-            call.reserve(plan.structure.try_out, leaves, inputs)
+            call.reserve(plan.message.try_out, leaves, inputs)
             results = execute(plan, inputs)
         # Cached only after execution: after a failed call the plan is created again, so
         # that the same error is found again.
         self.keep(key, plan, leaves, inputs)
-        return plan.structure.unflatten_results(results, leaves)
+        return plan.message.unflatten_results(results, leaves)
 
 
 class CollectiveContext:

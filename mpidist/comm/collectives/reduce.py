@@ -5,10 +5,10 @@ A reduction runs in one of three ways, the same on all ranks:
 - small arrays travel with the comparison of the calls, in one exchange
   (`reduce_packed`);
 - sums of large arrays: all memory is reserved, the ranks compare their calls, and
-  transports add the arrays, pack by pack (`prepare`);
+  transports add the arrays, pack by pack (`Sum`);
 - MIN, MAX and PRODUCT of large arrays: each rank gets the numbers of all, block by
-  block, and combines them in rank order, as MPI and NCCL do not define the result for
-  nan and for integer overflow.
+  block, and combines them in rank order (`_Combination`), as MPI and NCCL do not define
+  the result for nan and for integer overflow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -34,7 +34,8 @@ from mpidist.comm.collectives.arguments import (
 from mpidist.comm.collectives.plans import (
     OP_TYPES,
     CollectiveContext,
-    Structure,
+    Message,
+    Pack,
     detail_of,
     kind_of,
     prepare_inputs,
@@ -51,13 +52,29 @@ from mpidist.reductions import ReduceOp
 from mpidist.util.dtypes import accumulator_dtype, is_float16, is_integer, traits
 from mpidist.util.last_resort import spare
 
-# A symmetric address, or 0, and what moves the data once the ranks agree: it is given
-# whether all ranks have passed that address
-Prepared = tuple[int, Callable[[bool], list[Any]]]
-Reduction = Callable[[ReduceOp, Sequence[Any], CommunicationOptions], Prepared]
-# Reserves memory, and returns what sums arrays over all ranks
-Summation = Callable[[Sequence[Any], CommunicationOptions], Callable[[], list[Any]]]
 _DEFAULT = CommunicationOptions()
+
+
+class Reduction(Protocol):
+    """A reduction of large arrays, whose memory was reserved when it was made.
+
+    `address` is where symmetric arrays are, or 0.
+    """
+
+    address: int
+
+    def run(self, is_symmetric: bool = False) -> list[Any]:
+        """Return the results, in arrays of our own. Collective, once the ranks agree.
+
+        `is_symmetric`: whether all ranks have passed that address.
+        """
+
+
+Prepare = Callable[[ReduceOp, Sequence[Any], CommunicationOptions], Reduction]
+# For sums of contiguous arrays
+PrepareSum = Callable[[Sequence[Any], CommunicationOptions], Reduction]
+# Of arrays that are no nest
+_ARRAYS = Message()
 # Arrays on a GPU that travel with the comparison: so many, and so many bytes
 _GPU_ARRAYS = 8
 _GPU_BYTES = 16 << 10
@@ -67,93 +84,6 @@ _ALONE_BYTES = 128 << 10
 _FLAG = np.dtype(np.float64)
 
 
-class _Pack(NamedTuple):
-    """Leaves that are sent and reduced as one array.
-
-    Args:
-      dtype: in which they are sent.
-      out: of the results.
-      shape: `(elements,)`, or that of the leaf if there is but one.
-      alone: the number of this leaf; None if there are several.
-      arrays: the numbers of the leaves that are arrays; they come first in the pack.
-      cuts: for each of them where it is in the pack, and its shape.
-      scalars: the numbers of those that have no dimensions, one element each.
-      members: the numbers of all leaves.
-    """
-
-    dtype: np.dtype[Any]
-    out: np.dtype[Any]
-    shape: tuple[int, ...]
-    alone: int | None
-    arrays: tuple[int, ...]
-    cuts: tuple[tuple[slice, tuple[int, ...]], ...]
-    scalars: tuple[int, ...]
-    members: Sequence[int]
-
-    def fill(self, page: Any, leaves: Sequence[Any]) -> None:
-        """Write the leaves into `page`, an array of this dtype and shape."""
-        if self.alone is not None:
-            page[...] = leaves[self.alone]
-            return
-        end = page.size - len(self.scalars)
-        if self.arrays:
-            # One call for all arrays, whose cost is per call rather than per byte.
-            rows = [leaves[i].reshape(-1) for i in self.arrays]
-            np.concatenate(rows, out=page[:end], casting="same_kind")
-        for position, i in enumerate(self.scalars, end):
-            page[position] = leaves[i]
-
-    def take_apart(self, total: Any, results: list[Any]) -> None:
-        if self.alone is not None:
-            results[self.alone] = total
-            return
-        for i, (cut, shape) in zip(self.arrays, self.cuts):
-            results[i] = total[cut].reshape(shape)
-        for position, i in enumerate(self.scalars, total.size - len(self.scalars)):
-            # A view of length 1, not an item: results are arrays, and can be written
-            # to.
-            results[i] = total[position : position + 1].reshape(())
-
-
-class _SumPack(NamedTuple):
-    """Arrays that are summed as one.
-
-    Args:
-      members: their positions among the arrays to sum.
-      shapes: their shapes.
-      size: how many elements they have.
-      dtype: of the totals.
-      transport: adds them.
-      wire: the dtype in which it sends them; None for their own.
-    """
-
-    members: Sequence[int]
-    shapes: Sequence[tuple[int, ...]]
-    size: int
-    dtype: np.dtype[Any]
-    transport: Transport
-    wire: np.dtype[Any] | None
-
-
-class SumPlan(NamedTuple):
-    """How the sums of large arrays are formed.
-
-    Args:
-      out: the dtypes of the results.
-      sends: the dtypes in which the arrays are added.
-      narrow: the numbers of the arrays whose result is narrower than their total.
-      is_checked: whether integers may overflow. Then the number of ranks with large
-        ones is summed as another, last array.
-      packs: of all arrays; empty for one rank.
-    """
-
-    out: Sequence[np.dtype[Any]]
-    sends: Sequence[np.dtype[Any]]
-    narrow: Sequence[int]
-    is_checked: bool
-    packs: Sequence[_SumPack]
-
-
 class ReducePlan(NamedTuple):
     """One kind of reduction.
 
@@ -161,8 +91,8 @@ class ReducePlan(NamedTuple):
       call: what the ranks agree on.
       op: the operation.
       options: see `CommunicationOptions`.
-      structure: of the value.
-      packs: the leaves sent with the comparison; empty if none.
+      message: of the value.
+      is_packed: whether its packs travel with the comparison.
       pages: where the packs of all ranks are, see `Comparison.pages`.
       has_integers: whether sums or products may overflow.
       is_on_gpu: whether some of the leaves are.
@@ -170,21 +100,32 @@ class ReducePlan(NamedTuple):
       divisor: the divisor of totals for a mean; else 0.
       is_copied: whether results are copies of the leaves, or numbers themselves: there
         is one rank, and no other dtype.
-      sums: of large arrays; None for small ones and for what is not a sum.
     """
 
     call: Call
     op: ReduceOp
     options: CommunicationOptions
-    structure: Structure
-    packs: Sequence[_Pack]
+    message: Message
+    is_packed: bool
     pages: Pages | None
     has_integers: bool
     is_on_gpu: bool
     combine: np.ufunc
     divisor: int
     is_copied: bool
-    sums: SumPlan | None = None
+
+    def fill(
+        self, state: CollectiveContext, inputs: Sequence[Any], pages: Sequence[Any]
+    ) -> bool:
+        """Write this rank's packs; return whether their sums may overflow."""
+        if self.is_on_gpu:
+            # One copy for all GPU arrays, before the ranks wait for each other.
+            inputs = state.copies.down(inputs)
+        for pack, page in zip(self.message.packs, pages):
+            pack.fill(page, inputs)
+        return self.has_integers and any(
+            arithmetic.may_overflow(self.op, page, state.size) for page in pages
+        )
 
 
 def all_reduce(
@@ -193,7 +134,7 @@ def all_reduce(
     reduce_op: ReduceOp | str,
     value: Any,
     options: CommunicationOptions | None = None,
-    reduction: Reduction | None = None,
+    prepare: Prepare | None = None,
 ) -> Any:
     """Return the elementwise reduction of `value` over all ranks, on every rank.
 
@@ -204,21 +145,21 @@ def all_reduce(
       value: a nest of arrays or numbers, of equal structure, shapes and dtypes; or
         of IndexedSlices, see `slices`.
       options: see `CommunicationOptions`.
-      reduction: prepares the reduction after all checks; by default `prepare`.
+      prepare: makes the reduction after all checks; by default `prepare_reduction`.
 
     Raises, on all ranks: see `Consensus.require_same` and `arrays.to_array`; also
       ArgumentError for a sum of integers that does not fit their dtype.
     """
     key, detail = None, None
     # A custom reduction gets a plan each time: it may not pack.
-    if reduction is None and isinstance(reduce_op, OP_TYPES):
+    if prepare is None and isinstance(reduce_op, OP_TYPES):
         detail = reduce_op if options is None else detail_of(reduce_op, options)
     if detail is not None:
         key, plan, leaves, spec = state.plans.find(operation, detail, value, kind_of)
         if plan is not None:
-            execute = reduce_packed if plan.packs else _execute
+            execute = reduce_packed if plan.is_packed else _execute
             results = execute(state, plan, leaves)
-            return plan.structure.unflatten_results(results, leaves, spec)
+            return plan.message.unflatten_results(results, leaves, spec)
     wanted = _DEFAULT if options is None else options
     with state.consensus.call(operation) as call:
         # A plan exists for dense values alone
@@ -230,15 +171,15 @@ def all_reduce(
                 value,
                 wanted,
                 lambda op, dense: all_reduce(
-                    state, operation, op, dense, options, reduction
+                    state, operation, op, dense, options, prepare
                 ),
             )
-        is_own = reduction is None
+        is_own = prepare is None
         return state.plans.run_first(
             operation,
             key,
             lambda: _plan(state, operation, reduce_op, value, wanted, is_own=is_own),
-            lambda plan, inputs: _execute(state, plan, inputs, reduction),
+            lambda plan, inputs: _execute(state, plan, inputs, prepare),
         )
 
 
@@ -261,11 +202,12 @@ def _plan(
     agreed = (("reduce_op", op.name), *option_fields(options))
     signature = CallSignature(operation, agreed, spec, describe(inputs))
     call = state.consensus.call(signature, options.timeout_seconds)
-    structure = Structure.of(spec, leaves)
+    message = Message.of(spec, leaves)
     is_packed = is_own and fits(state, op, inputs, options)
-    plan = plan_reduction(state, call, op, options, structure, inputs, is_packed)
+    plan = plan_reduction(state, call, op, options, message, inputs, is_packed)
     if is_own and op.adds and not is_packed:
-        plan = plan._replace(sums=_plan_sums(state, op, inputs, options))
+        sums = message_of_sums(state, op, inputs, options, message=message)
+        plan = plan._replace(message=sums)
     return plan, leaves, inputs
 
 
@@ -273,18 +215,16 @@ def _execute(
     state: CollectiveContext,
     plan: ReducePlan,
     inputs: Sequence[Any],
-    reduction: Reduction | None = None,
+    prepare: Prepare | None = None,
 ) -> list[Any]:
     """Return the reductions of the leaves, once the ranks agree. Collective."""
-    if plan.packs:
+    if plan.is_packed:
         return reduce_packed(state, plan, inputs)
     # Plain numbers become arrays only here: the packed path takes them as they are.
     values = [a if hasattr(a, "dtype") else np.asarray(a) for a in inputs]
-    if reduction is None:
-        reduction = functools.partial(prepare, state, plan=plan.sums)
-    with plan.call as call:
-        address, move = call.reserve(reduction, plan.op, values, plan.options)
-        return move(call.agree(address))
+    return reduce_large(
+        state, plan.call, plan.op, values, plan.options, prepare, plan.message
+    )
 
 
 # Small arrays: they travel with the comparison of the calls
@@ -319,7 +259,7 @@ def plan_reduction(
     call: Call,
     op: ReduceOp,
     options: CommunicationOptions,
-    structure: Structure,
+    message: Message,
     inputs: Sequence[Any],
     is_packed: bool = True,
 ) -> ReducePlan:
@@ -330,28 +270,30 @@ def plan_reduction(
       call: what the ranks agree on.
       op: the reduction.
       options: see `CommunicationOptions`.
-      structure: of the value.
+      message: of the value, without packs.
       inputs: the leaves as arrays.
       is_packed: whether they travel with the comparison; see `fits`.
     """
-    packs = _make_packs(op, inputs) if is_packed else []
+    if is_packed:
+        message = message._replace(packs=_make_packs(op, inputs))
     pages, comparison = None, state.consensus.comparison
     # One rank has no pages to share; it fills arrays of its own.
-    if packs and state.size > 1 and isinstance(comparison, PayloadComparison):
-        pages = comparison.pages([(pack.dtype, pack.shape) for pack in packs])
+    if is_packed and state.size > 1 and isinstance(comparison, PayloadComparison):
+        pages = comparison.pages([(pack.dtype, pack.shape) for pack in message.packs])
     return ReducePlan(
         call,
         op,
         options,
-        structure,
-        packs,
+        message,
+        is_packed,
         pages,
         combine=op.rule.combine,
         has_integers=arithmetic.may_not_fit(op, [a.dtype for a in inputs]),
         is_on_gpu=any(map(arrays.is_device_array, inputs)),
         divisor=state.size if op.rule.divides else 0,
-        is_copied=state.size == 1
-        and all(pack.dtype is pack.out for pack in packs)
+        is_copied=is_packed
+        and state.size == 1
+        and all(pack.dtype is pack.out for pack in message.packs)
         and not op.rule.divides,
     )
 
@@ -365,17 +307,7 @@ def reduce_packed(
     if plan.pages is None:
         with plan.call:
             return _reduce_alone(plan, inputs)
-
-    def fill(pages: Sequence[Any]) -> bool:
-        """Write this rank's packs; return whether their sums may overflow."""
-        # One copy for all GPU arrays, before the ranks wait for each other.
-        host = state.copies.down(inputs) if plan.is_on_gpu else inputs
-        for pack, page in zip(plan.packs, pages):
-            pack.fill(page, host)
-        return plan.has_integers and any(
-            arithmetic.may_overflow(plan.op, page, state.size) for page in pages
-        )
-
+    packs, fill = plan.message.packs, functools.partial(plan.fill, state, inputs)
     results: list[Any] = [None] * len(inputs)
     with plan.call as call:
         parts = call.exchange(plan.pages, fill)
@@ -383,13 +315,15 @@ def reduce_packed(
             try:
                 # Views of shared pages, valid until the next agreement: totals are
                 # our own
-                for pack, everyone in zip(plan.packs, parts):
+                for pack, everyone in zip(packs, parts):
                     total = combine_in_order(plan.combine, everyone)
                     if plan.divisor:
                         total /= plan.divisor
                     if pack.dtype != pack.out:
                         total = total.astype(pack.out)
-                    pack.take_apart(total, results)
+                    results[pack.members[0]] = total
+                    if len(pack.members) > 1:
+                        pack.take_apart(total, results)
                 break
             except MemoryError:  # the other ranks have their results: once more
                 if not spare.release():
@@ -403,7 +337,7 @@ def reduce_packed(
 def _reduce_alone(plan: ReducePlan, inputs: Sequence[Any]) -> list[Any]:
     """Return reductions of the leaves of the only rank, in new arrays."""
     results: list[Any] = [None] * len(inputs)
-    for pack in plan.packs:
+    for pack in plan.message.packs:
         for i in pack.members:
             total = np.array(inputs[i], pack.dtype, order="C")
             if plan.divisor:
@@ -422,13 +356,13 @@ def _check_overflow(
     contributions = []
     for rank in range(state.size):
         contribution: list[Any] = [None] * len(results)
-        for pack, everyone in zip(plan.packs, parts):
+        for pack, everyone in zip(plan.message.packs, parts):
             pack.take_apart(everyone[rank], contribution)
         contributions.append(contribution)
     pairs = list(zip(results, zip(*contributions)))
     with state.consensus.collective_errors():
         check = functools.partial(arithmetic.check, plan.op)
-        check_each(pairs, plan.structure.spec, check)
+        check_each(pairs, plan.message.spec, check)
 
 
 # Large arrays: reserve, compare, move
@@ -440,6 +374,8 @@ def reduce_large(
     op: ReduceOp,
     values: Sequence[Any],
     options: CommunicationOptions,
+    prepare: Prepare | None = None,
+    message: Message | None = None,
 ) -> list[Any]:
     """Return the reductions of arrays that were checked before. Collective.
 
@@ -449,92 +385,174 @@ def reduce_large(
       op: the operation.
       values: the arrays.
       options: see `CommunicationOptions`.
+      prepare: makes the reduction; None for that of transports.
+      message: of the arrays; None makes one.
     """
     with call:
-        address, move = call.reserve(prepare, state, op, values, options)
-        return move(call.agree(address))
+        made: Reduction
+        if prepare is not None:
+            made = call.reserve(prepare, op, values, options)
+        elif op.rule.adds:
+            made = call.reserve(Sum, state, op, values, options, message)
+        else:
+            made = call.reserve(_Combination, state, op, values, options)
+        return made.run(call.agree(made.address))
 
 
-def prepare(
+def prepare_reduction(
     state: CollectiveContext,
     op: ReduceOp,
     values: Sequence[Any],
     options: CommunicationOptions,
-    summation: Summation | None = None,
+    prepare_sum: PrepareSum,
     is_sum: bool = True,
-    plan: SumPlan | None = None,
-) -> Prepared:
-    """Prepare the reduction of arrays that were checked before. Not collective.
+) -> Reduction:
+    """Prepare a reduction whose SUM and MEAN are not by transports. Not collective.
 
-    All memory is reserved here, where a failure of one rank can still be reported.
+    Args:
+      state: of the strategy.
+      op: the operation.
+      values: the arrays, which were checked before.
+      options: see `CommunicationOptions`.
+      prepare_sum: replaces transports for SUM and MEAN.
+      is_sum: whether it adds; else the result may be any integers.
+    """
+    if not op.adds:
+        return _Combination(state, op, values, options)
+    message = message_of_sums(state, op, values, options, is_sum)
+    return Sum(state, op, values, options, message, prepare_sum)
+
+
+class Sum:
+    """SUM or MEAN of large arrays over all ranks; see `Reduction`.
 
     Args:
       state: of the strategy.
       op: the operation.
       values: the arrays.
       options: see `CommunicationOptions`.
-      summation: replaces transports for SUM and MEAN.
-      is_sum: whether it adds; else the result may be any integers.
-      plan: of SUM and MEAN by transports; None makes one.
+      message: of these arrays; None makes one.
+      prepare_sum: replaces transports.
+      in_place: whether symmetric arrays may be added where they lie.
 
-    Returns: see `Prepared`. What moves the data raises, on all ranks, ArgumentError
-      for integers that do not fit their dtype.
+    `run` raises, on all ranks, ArgumentError for integers that do not fit their dtype.
     """
-    if plan is None and not op.adds:
-        packs = _reserve_combination(state, op, values, options)
-        return 0, lambda _: _combine(state, op, packs, values, options)
-    sums = plan or _plan_sums(state, op, values, options, is_sum)
-    partial = [
-        a
-        if type(a) is np.ndarray and a.dtype == dtype and a.flags.carray
-        else arithmetic.contiguous(a, dtype)
-        for a, dtype in zip(values, sums.sends)
-    ]
-    narrow = [
-        (j, state.results.empty(partial[j].size, partial[j], sums.out[j]))
-        for j in sums.narrow
-    ]
-    if sums.is_checked:
-        partial.append(_count_large(state, op, partial))
-    address = 0
-    if summation is None:
-        summation = functools.partial(prepare_sums, state)
-        if state.symmetric.regions:
-            address = _address_of(state, partial, options)
-    if address:
-        sum_here = _prepare_symmetric(state, partial, options)
-    elif plan is None:
-        sum_here = summation(partial, options)
-    else:
-        sum_here = prepare_sums(state, partial, options, packs=plan.packs)
 
-    def move(is_symmetric: bool) -> list[Any]:
-        if address and not is_symmetric:
-            # Other ranks have passed other arrays, which are not symmetric to these
-            totals = summation(partial, options)()
+    address = 0
+    _inner: Reduction | None = None
+
+    def __init__(
+        self,
+        state: CollectiveContext,
+        op: ReduceOp,
+        values: Sequence[Any],
+        options: CommunicationOptions,
+        message: Message | None = None,
+        prepare_sum: PrepareSum | None = None,
+        in_place: bool = True,
+    ):
+        if message is None:
+            message = message_of_sums(state, op, values, options)
+        self._state, self._op, self._options = state, op, options
+        self._message, empty = message, state.results.empty
+        self._partial = partial = [
+            a
+            if type(a) is np.ndarray and a.dtype == dtype and a.flags.carray
+            else arithmetic.contiguous(a, dtype)
+            for a, dtype in zip(values, message.sends)
+        ]
+        self._narrow = [
+            (j, empty(partial[j].size, partial[j], message.out[j]))
+            for j in message.narrow
+        ]
+        if message.has_flag:
+            partial.append(_count_large(state, op, partial))
+        if prepare_sum is not None:
+            self._inner = prepare_sum(partial, options)
+        elif state.size == 1:
+            # Copies: results never alias arguments.
+            self._memory = [value.copy() for value in partial]
+        elif (
+            in_place
+            and state.symmetric.regions
+            and (address := _address_of(state, partial, options))
+        ):
+            self.address = address
+            self._inner = _SymmetricSum(state, partial, options)
         else:
-            totals = sum_here()
-        if sums.is_checked:
+            self._memory = [
+                empty(p.size, partial[p.members[0]], p.dtype) for p in message.packs
+            ]
+
+    def run(self, is_symmetric: bool = False) -> list[Any]:
+        """See `Reduction`."""
+        state, partial, message = self._state, self._partial, self._message
+        if self.address and not is_symmetric:
+            # Other ranks have passed other arrays, which are not symmetric to these
+            self._inner = sum_of(state, partial, self._options)
+        if self._inner is not None:
+            totals = self._inner.run()
+        elif state.size == 1:
+            totals = self._memory
+        else:
+            timeout = self._options.timeout_seconds
+            deadline = None if timeout is None else deadline_of(self._options)
+            totals = [None] * len(partial)
+            for pack, total in zip(message.packs, self._memory):
+                sends = [partial[j] for j in pack.members]
+                transport, wire = pack.transport, pack.wire
+                state.transports.count(transport.name, total.nbytes)
+                transport.allreduce(sends, total, deadline, wire)
+                # Totals may have been narrow on the way, so all are
+                if wire is None and sends[0].dtype != pack.dtype:
+                    arithmetic.round_to(sends[0].dtype, total)
+                totals[pack.members[0]] = total.reshape(pack.shape)
+                if len(pack.members) > 1:
+                    pack.take_apart(total, totals)
+        if message.has_flag:
             _check_integers(state, partial, totals)
             del totals[-1]  # the flag is not a result
-        if op.rule.divides or narrow:
-            arithmetic.finish(op, totals, narrow, state.size)
+        if self._op.rule.divides or self._narrow:
+            arithmetic.finish(self._op, totals, self._narrow, state.size)
         return totals
 
-    return address, move
+
+def sum_of(
+    state: CollectiveContext,
+    values: Sequence[Any],
+    options: CommunicationOptions,
+    transport: Transport | None = None,
+) -> Sum:
+    """Return the sum of contiguous arrays over all ranks, for `run`. Not collective.
+
+    float16 and bfloat16 are added up in float32, which the sums have then. Integers are
+    not checked.
+
+    Args:
+      state: of the strategy.
+      values: the arrays.
+      options: see `CommunicationOptions`.
+      transport: adds them, if it can.
+    """
+    kinds, shapes = list(map(packing.kind_of, values)), [a.shape for a in values]
+    sends = [dtype for dtype, _ in kinds]
+    packs = _divide(state, kinds, shapes, options, transport)
+    message = Message(sends=sends, packs=packs)
+    return Sum(state, ReduceOp.SUM, values, options, message, in_place=False)
 
 
-def _plan_sums(
+def message_of_sums(
     state: CollectiveContext,
     op: ReduceOp,
     values: Sequence[Any],
     options: CommunicationOptions,
     is_sum: bool = True,
-) -> SumPlan:
+    message: Message = _ARRAYS,
+) -> Message:
     """Return how arrays like these are summed over all ranks.
 
     With compression, arrays on GPUs are sent in the narrower dtype. Those on the
-    host keep theirs until they are sent to other nodes: see `_SumPack.wire`.
+    host keep theirs until they are sent to other nodes: see `Pack.wire`.
     """
     compression = options.compression if state.size > 1 else None
     on_gpu = [arrays.is_device_array(a) for a in values]
@@ -545,14 +563,16 @@ def _plan_sums(
             sends = [arithmetic.wire_dtype(dtype, compression) for dtype in out]
     totals = map(accumulator_dtype, sends)
     narrow = [j for j, total in enumerate(totals) if total != out[j]]
-    is_checked = is_sum and state.size > 1 and arithmetic.may_not_fit(op, out)
+    has_flag = is_sum and state.size > 1 and arithmetic.may_not_fit(op, out)
     kinds = list(zip(sends, on_gpu))
     shapes = [tuple(a.shape) for a in values]
-    if is_checked:
+    if has_flag:
         kinds.append((_FLAG, False))
         shapes.append((1,))
     packs = _divide(state, kinds, shapes, options)
-    return SumPlan(out, sends, narrow, is_checked, packs)
+    return message._replace(
+        sends=sends, out=out, narrow=narrow, packs=packs, has_flag=has_flag
+    )
 
 
 def _divide(
@@ -561,7 +581,7 @@ def _divide(
     shapes: Sequence[tuple[int, ...]],
     options: CommunicationOptions,
     transport: Transport | None = None,
-) -> list[_SumPack]:
+) -> list[Pack]:
     """Return the packs of arrays, given their kinds and shapes.
 
     `transport` adds them if it can; else the one that the options ask for.
@@ -574,19 +594,18 @@ def _divide(
     packs = []
     for members in packing.groups(kinds, sizes_bytes, options.bytes_per_pack, whole):
         kind = kinds[members[0]]
-        size = sum(sizes[j] for j in members)
         # Sums of 16-bit floats are accumulated in float32; see
         # `Transport.allreduce`.
         total = accumulator_dtype(kind[0])
+        pack = Pack.of(members, shapes, total, total)
         adder = _narrowing(state, kind, options)
         wire = None
         if adder is not None:
             wire = arithmetic.wire_dtype(kind[0], options.compression)
         else:
-            size_bytes = size * total.itemsize
+            size_bytes = pack.size * total.itemsize
             adder = _transport_for(state, kind, size_bytes, options, transport)
-        inside = [shapes[j] for j in members]
-        packs.append(_SumPack(members, inside, size, total, adder, wire))
+        packs.append(pack._replace(transport=adder, wire=wire))
     return packs
 
 
@@ -639,58 +658,6 @@ def _transport_for(
     return transport
 
 
-def prepare_sums(
-    state: CollectiveContext,
-    values: Sequence[Any],
-    options: CommunicationOptions,
-    transport: Transport | None = None,
-    packs: Sequence[_SumPack] | None = None,
-) -> Callable[[], list[Any]]:
-    """Reserve memory; return what sums contiguous arrays over all ranks.
-
-    The sums are arrays of our own. float16 and bfloat16 are added up in float32,
-    which the sums have then. Not collective; what it returns is.
-
-    Args:
-      state: of the strategy.
-      values: contiguous arrays.
-      options: see `CommunicationOptions`.
-      transport: adds them, if it can.
-      packs: of these arrays; None makes them.
-    """
-    # A copy: results never alias arguments.
-    if state.size == 1:
-        copies = [value.copy() for value in values]
-        return lambda: copies
-    if packs is None:
-        kinds = list(map(packing.kind_of, values))
-        shapes = [tuple(a.shape) for a in values]
-        packs = _divide(state, kinds, shapes, options, transport)
-    chosen, empty = packs, state.results.empty
-    memory = [empty(p.size, values[p.members[0]], p.dtype) for p in packs]
-
-    def sum_here() -> list[Any]:
-        timeout = options.timeout_seconds
-        deadline = None if timeout is None else deadline_of(options)
-        totals: list[Any] = [None] * len(values)
-        for pack, total in zip(chosen, memory):
-            sends = [values[j] for j in pack.members]
-            transport, wire = pack.transport, pack.wire
-            state.transports.count(transport.name, total.nbytes)
-            transport.allreduce(sends, total, deadline, wire)
-            # Totals may have been narrow on the way, so all are
-            if wire is None and sends[0].dtype != pack.dtype:
-                arithmetic.round_to(sends[0].dtype, total)
-            if len(pack.members) == 1:
-                totals[pack.members[0]] = total.reshape(pack.shapes[0])
-                continue
-            for j, part in zip(pack.members, packing.unpack(total, pack.shapes)):
-                totals[j] = part
-        return totals
-
-    return sum_here
-
-
 def _address_of(
     state: CollectiveContext, values: Sequence[Any], options: CommunicationOptions
 ) -> int:
@@ -707,33 +674,41 @@ def _address_of(
     return state.symmetric.place_of(values)
 
 
-def _prepare_symmetric(
-    state: CollectiveContext, values: Sequence[Any], options: CommunicationOptions
-) -> Callable[[], list[Any]]:
-    """Like `prepare_sums`; symmetric arrays are added where they lie."""
-    in_node = state.transports.intra_node
-    assert in_node is not None
-    # By their number, the arrays of all ranks of the node
-    by_number = enumerate(map(state.symmetric.everyone, values))
-    symmetric = {j: everyone for j, everyone in by_number if everyone is not None}
-    rest = [j for j in range(len(values)) if j not in symmetric]
-    sum_rest = prepare_sums(state, [values[j] for j in rest], options)
-    sums = {
-        j: state.results.empty(values[j].size, values[j], _total_dtype(values[j]))
-        for j in symmetric
-    }
+class _SymmetricSum:
+    """Sums of arrays of which symmetric ones are added where they lie."""
 
-    def sum_here() -> list[Any]:
-        totals = dict(zip(rest, sum_rest()))
-        state.transports.count(in_node.name, sum(a.nbytes for a in sums.values()))
-        in_node.allreduce_symmetric(
-            list(symmetric.values()), list(sums.values()), deadline_of(options)
+    address = 0
+
+    def __init__(
+        self,
+        state: CollectiveContext,
+        values: Sequence[Any],
+        options: CommunicationOptions,
+    ):
+        self._state, self._values, self._options = state, values, options
+        # By their number, the arrays of all ranks of the node
+        by_number = enumerate(map(state.symmetric.everyone, values))
+        self._symmetric = {j: parts for j, parts in by_number if parts is not None}
+        self._rest = [j for j in range(len(values)) if j not in self._symmetric]
+        self._sum_rest = sum_of(state, [values[j] for j in self._rest], options)
+        self._sums = {
+            j: state.results.empty(a.size, a, accumulator_dtype(a.dtype))
+            for j, a in enumerate(values)
+            if j in self._symmetric
+        }
+
+    def run(self, is_symmetric: bool = False) -> list[Any]:
+        """See `Reduction`."""
+        transports, sums = self._state.transports, list(self._sums.values())
+        totals = dict(zip(self._rest, self._sum_rest.run()))
+        assert transports.intra_node is not None
+        transports.count(transports.intra_node.name, sum(a.nbytes for a in sums))
+        transports.intra_node.allreduce_symmetric(
+            list(self._symmetric.values()), sums, deadline_of(self._options)
         )
-        for j, total in sums.items():
-            totals[j] = total.reshape(values[j].shape)
-        return [totals[j] for j in range(len(values))]
-
-    return sum_here
+        for j, total in self._sums.items():
+            totals[j] = total.reshape(self._values[j].shape)
+        return [totals[j] for j in range(len(self._values))]
 
 
 def _count_large(state: CollectiveContext, op: ReduceOp, partial: Sequence[Any]) -> Any:
@@ -760,13 +735,13 @@ def _check_integers(
         return
     integers = [j for j, a in enumerate(partial) if is_integer(a.dtype)]
     with state.consensus.call("a sum of large integers") as call:
-        sum_wide = call.reserve(
-            lambda: prepare_sums(
+        wide_sum = call.reserve(
+            lambda: sum_of(
                 state, [partial[j].astype(np.float64) for j in integers], _DEFAULT
             )
         )
         call.agree()
-        wide = sum_wide()
+        wide = wide_sum.run()
 
         def check() -> None:
             for j, estimate in zip(integers, wide, strict=True):
@@ -780,94 +755,94 @@ def _check_integers(
         call.finish(check)
 
 
-def _make_packs(op: ReduceOp, inputs: Sequence[Any]) -> list[_Pack]:
+def _make_packs(op: ReduceOp, inputs: Sequence[Any]) -> list[Pack]:
     out, sends = arithmetic.dtypes_to_add(op, [a.dtype for a in inputs])
     # By both dtypes: float16 and float32 go apart, though both are sent as float32
     groups: dict[Any, list[int]] = {}
-    for i, kind in enumerate(zip(sends, out)):
-        groups.setdefault(kind, []).append(i)
-    return [
-        _pack(dtype, result, members, inputs)
-        for (dtype, result), members in groups.items()
-    ]
-
-
-def _pack(
-    dtype: np.dtype[Any],
-    out: np.dtype[Any],
-    members: Sequence[int],
-    inputs: Sequence[Any],
-) -> _Pack:
-    if len(members) == 1:
-        shape = inputs[members[0]].shape
-        return _Pack(dtype, out, shape, members[0], (), (), (), members)
-    scalars = tuple(i for i in members if not inputs[i].ndim)
-    others = tuple(i for i in members if inputs[i].ndim)
-    cuts, end = [], 0
-    for i in others:
-        cuts.append((slice(end, end + inputs[i].size), inputs[i].shape))
-        end += inputs[i].size
-    shape = (end + len(scalars),)
-    return _Pack(dtype, out, shape, None, others, tuple(cuts), scalars, members)
-
-
-def _total_dtype(array: Any) -> np.dtype[Any]:
-    return accumulator_dtype(array.dtype)
+    # Scalars come last
+    for i in sorted(range(len(inputs)), key=lambda i: not inputs[i].ndim):
+        groups.setdefault((sends[i], out[i]), []).append(i)
+    shapes = [a.shape for a in inputs]
+    return [Pack.of(members, shapes, *dtypes) for dtypes, members in groups.items()]
 
 
 # Of all ranks, gathered at a time
 _BLOCK_BYTES = 32 << 20
 
 
-class _GatheredPack(NamedTuple):
-    """Arrays of one dtype that are combined together, and memory for it.
-
-    Args:
-      members: their positions among the arrays that were passed.
-      send: these arrays, concatenated.
-      received: for a block of all ranks.
-      total: for the result, of `send`'s size.
-      results: for each array, in its own dtype; None if it is a part of `total`.
-    """
-
-    members: Sequence[int]
-    send: Any
-    received: Any
-    total: Any
-    results: Sequence[Any]
-
-
-def _reserve_combination(
-    state: CollectiveContext,
-    op: ReduceOp,
-    values: Sequence[Any],
-    options: CommunicationOptions,
-) -> list[_GatheredPack]:
-    """Allocate memory. Not collective.
+class _Combination:
+    """Reductions of gathered arrays, combined in rank order; see `Reduction`.
 
     Args:
       state: of the strategy.
       op: the operation.
       values: arrays, equal in number, shapes and dtypes on all ranks.
       options: see `CommunicationOptions`.
+
+    `run` raises, on all ranks, ArgumentError for a product of integers that does not
+    fit their dtype.
     """
-    out, wide = arithmetic.to_add(op, values)
-    sizes, kinds = [a.nbytes for a in wide], list(map(packing.kind_of, wide))
-    packs = []
-    for members in packing.groups(kinds, sizes, options.bytes_per_pack):
-        send = packing.pack([wide[j] for j in members]).reshape(-1)
-        # Room for one block of every rank, however long the arrays are.
-        step = min(send.size, _step(state, send)) * state.consensus.size
-        received = state.results.empty(step, send)
-        total = state.results.empty(send.size, send)
-        narrow = [
-            None
-            if out[j] == send.dtype
-            else state.results.empty(values[j].size, values[j], out[j])
-            for j in members
+
+    address = 0
+
+    def __init__(
+        self,
+        state: CollectiveContext,
+        op: ReduceOp,
+        values: Sequence[Any],
+        options: CommunicationOptions,
+    ):
+        self._state, self._op, self._options = state, op, options
+        out, wide = arithmetic.to_add(op, values)
+        empty, shapes = state.results.empty, [a.shape for a in values]
+        sizes, kinds = [a.nbytes for a in wide], list(map(packing.kind_of, wide))
+        # With each pack its arrays, and memory for a block of all ranks and the result
+        self._packs = []
+        for members in packing.groups(kinds, sizes, options.bytes_per_pack):
+            send = packing.pack([wide[j] for j in members]).reshape(-1)
+            # Room for one block of every rank, however long the arrays are.
+            step = min(send.size, _step(state, send)) * state.size
+            pack = Pack.of(members, shapes, send.dtype, send.dtype)
+            memory = empty(step, send), empty(send.size, send)
+            self._packs.append((pack, send, *memory))
+        self._narrow = [
+            (j, empty(a.size, a, out[j]))
+            for j, a in enumerate(wide)
+            if a.dtype != out[j]
         ]
-        packs.append(_GatheredPack(members, send, received, total, narrow))
-    return packs
+        self._count = len(values)
+
+    def run(self, is_symmetric: bool = False) -> list[Any]:
+        """See `Reduction`."""
+        deadline = deadline_of(self._options)
+        results: list[Any] = [None] * self._count
+        for pack, send, received, total in self._packs:
+            self._combine(send, received, total, deadline)
+            pack.take_apart(total, results)
+        arithmetic.finish(self._op, results, self._narrow, self._state.size)
+        return results
+
+    def _combine(
+        self, send: Any, received: Any, total: Any, deadline: float | None
+    ) -> None:
+        state, op, ranks = self._state, self._op, self._state.size
+        step = _step(state, send)
+        transport: Transport | None = None
+        if ranks > 1:
+            is_device = arrays.is_device_array(send)
+            how = implementation_of(self._options)
+            transport = state.transports.pick(how, False, is_device)
+        for start in range(0, send.size, step):
+            mine = send[start : start + step]
+            parts = [mine]
+            if transport is not None:
+                block = received[: mine.size * ranks]
+                transport.allgatherv(mine, block, [mine.size] * ranks, deadline)
+                parts = list(block.reshape(ranks, -1))
+            part = total[start : start + step]
+            arithmetic.combine_in_order(op.rule.combine, parts, out=part)
+            if arithmetic.may_not_fit(op, [part.dtype]):
+                _check_blocks(state, op, part, parts, start)
 
 
 def _step(state: CollectiveContext, send: Any) -> int:
@@ -875,57 +850,6 @@ def _step(state: CollectiveContext, send: Any) -> int:
     # Of all ranks together, so that more ranks do not take more memory.
     row_bytes: int = send.dtype.itemsize * state.consensus.size
     return max(1, _BLOCK_BYTES // row_bytes)
-
-
-def _combine(
-    state: CollectiveContext,
-    op: ReduceOp,
-    packs: Sequence[_GatheredPack],
-    values: Sequence[Any],
-    options: CommunicationOptions,
-) -> list[Any]:
-    """Return reductions of the arrays that memory was reserved for. Collective.
-
-    Raises, on all ranks: ArgumentError for a product of integers that does not fit
-      their dtype.
-    """
-    deadline = deadline_of(options)
-    results: list[Any] = [None] * len(values)
-    for pack in packs:
-        _combine_pack(state, op, pack, options, deadline)
-        shapes = [values[j].shape for j in pack.members]
-        parts = packing.unpack(pack.total, shapes)
-        for j, part, narrow in zip(pack.members, parts, pack.results, strict=True):
-            results[j] = part
-            if narrow is not None:
-                results[j] = narrow.reshape(part.shape)
-                results[j][...] = part
-    return results
-
-
-def _combine_pack(
-    state: CollectiveContext,
-    op: ReduceOp,
-    pack: _GatheredPack,
-    options: CommunicationOptions,
-    deadline: float | None,
-) -> None:
-    send, ranks, step = pack.send, state.consensus.size, _step(state, pack.send)
-    transport: Transport | None = None
-    if ranks > 1:
-        is_device = arrays.is_device_array(send)
-        transport = state.transports.pick(implementation_of(options), False, is_device)
-    for start in range(0, send.size, step):
-        mine = send[start : start + step]
-        parts = [mine]
-        if transport is not None:
-            received = pack.received[: mine.size * ranks]
-            transport.allgatherv(mine, received, [mine.size] * ranks, deadline)
-            parts = list(received.reshape(ranks, -1))
-        total = pack.total[start : start + step]
-        arithmetic.combine_in_order(op.rule.combine, parts, out=total)
-        if arithmetic.may_not_fit(op, [total.dtype]):
-            _check_blocks(state, op, total, parts, start)
 
 
 def _check_blocks(
