@@ -103,13 +103,14 @@ _LOOK = """
 import json
 from mpi4py import MPI
 from mpidist.device import binding, probe
-count, why = binding.gpu_count(), ""
-if not count:
+count, why = binding.gpu_count(), "CuPy is not installed"
+try:
     import cupy
-    try:
-        why = f"CuPy {cupy.__version__} sees {cupy.cuda.runtime.getDeviceCount()}"
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        why = f"CuPy {cupy.__version__} says: {error}"
+    why = f"CuPy {cupy.__version__} sees {cupy.cuda.runtime.getDeviceCount()}"
+except ImportError:
+    pass
+except Exception as error:
+    why = f"CuPy {cupy.__version__} says: {error}"
 mpirun = probe._mpirun(probe.library_path())
 name = MPI.Get_library_version().partition("\\n")[0].rstrip("\\0 ")
 print(json.dumps([count, why, name, mpirun and str(mpirun)]))
