@@ -19,6 +19,7 @@ from mpidist.jax.collectives import (
 )
 from mpidist.jax.runtime import checked, find_strategy
 from mpidist.options import CommunicationOptions
+from mpidist.reductions import ReduceOp
 from mpidist.util import logs, validation
 
 if TYPE_CHECKING:
