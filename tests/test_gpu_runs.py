@@ -1,7 +1,6 @@
 """How what is measured on a GPU is cut into pieces: without a GPU."""
 
 import importlib.util
-import io
 import json
 import subprocess
 import sys
@@ -35,31 +34,35 @@ class Runs:
         self.arguments = []
 
     def start(self, minutes, *options):
-        """Do what is left, and return the exit status and the parts that ran."""
+        """Do what is left, and return the run, and the parts that ran."""
         runs, ran = self, []
 
-        class Plan(self.run_all.Plan):
-            def jobs(self, part, ranks, is_aware):
-                script = f"path = {str(self.records(ranks))!r}\n{runs.code[part]}"
-                command = [sys.executable, "-c", script, *runs.arguments]
-                yield runs.run_all.Job(part, ranks, "", command, {}, 60)
-
         class Run(self.run_all.Run):
+            def jobs(self, part, ranks):
+                script = f"path = {str(self._records)!r}\n{runs.code[part]}"
+                command = ["import sys; del sys.argv[0]; exec(sys.argv[0])", script]
+                yield runs.run_all.Job(
+                    part, ranks, "", ["-c", *command, *runs.arguments]
+                )
+
             def say(self, line):
                 if line.startswith("\n== "):
                     ran.append(line.split()[1].strip(","))
 
-        out = self.folder / "out"
-        work = self.folder / str(len(list(self.folder.iterdir())))
-        work.mkdir()
-        out.mkdir(exist_ok=True)
-        arguments = ["--ranks", "2", f"--minutes={minutes}", f"--output={out}"]
+        arguments = ["--ranks", "2", f"--minutes={minutes}", f"--output={self.folder}"]
         given = [*arguments, "--parts", *self.code, *options]
-        run = Run(self.run_all.parse(given), Plan([], work, False), {}, io.StringIO())
+        # In place of mpirun, which is given the number of ranks: "-n 2"
+        ignore = ["bash", "-c", 'exec "${@:3}"', "bash"]
+        run = Run(self.run_all.parse(given), ignore, self.folder)
         run.run()
         run.finish()
-        self.result = json.loads((out / "gpu-unknown-2ranks.json").read_text())
+        self.result = json.loads((self.folder / "gpu-unknown.json").read_text())
         return run, ran
+
+    @property
+    def table(self):
+        """The lines of what must be shown."""
+        return "\n".join(self.result["table"])
 
 
 @pytest.fixture
@@ -85,7 +88,7 @@ def test_what_is_left_is_done_by_the_next_call(runs):
     for _ in range(2):
         run, ran = runs.start(5, "--go-on")
         assert (run.is_over, run.failed, ran) == (True, [], [])
-        assert runs.result["checks"] == [f"{'a':26} pass  b"]
+        assert runs.table.count(f"{'a':26} pass  b") == 1
     run, ran = runs.start(5)
     assert ran == ["tune", "limit"]
 
@@ -106,11 +109,11 @@ def test_what_was_stopped_for_want_of_time_is_done_again(runs, monkeypatch):
     run, ran = runs.start(0.03, "--go-on")
     assert (run.is_over, ran) == (False, ["tune"])
     assert "was stopped after" in run.failed[0]
-    assert not runs.result["checks"]
+    assert "pass  b" not in runs.table
     runs.code = {"tune": WRITE}
     run, ran = runs.start(5, "--go-on")
     assert (run.is_over, run.failed, ran) == (True, [], ["tune"])
-    assert len(runs.result["checks"]) == 1
+    assert runs.table.count("pass  b") == 1
 
 
 def test_a_test_that_fails_does_not_hide_the_next_one(runs):
@@ -126,11 +129,10 @@ print("7 passed, 3 deselected in 1.0s")
 """
     runs.code, runs.arguments = {"contract": script}, ["pytest"]
     run, ran = runs.start(5)
-    assert (run.is_over, ran) == (True, ["contract"])
+    assert (run.is_over, ran) == (True, 4 * ["contract"])
     assert run.failed == ["contract, 2 ranks: failed with status 1"]
-    assert runs.result["failures"] == [f"test_x.py::test_{name}" for name in "abc"]
-    (tests,) = runs.result["contract"].values()
-    assert (tests["passed"], tests["failed"]) == (7, 3)
+    assert "\n".join(f"test_x.py::test_{name}" for name in "abc") in runs.table
+    assert "MISSED: 7 passed, 3 failed; contract, 2 ranks failed" in runs.table
 
 
 def test_tests_without_their_library_are_no_failure(runs):
@@ -139,17 +141,18 @@ def test_tests_without_their_library_are_no_failure(runs):
     runs.code, runs.arguments = {"contract": script}, ["pytest"]
     run, _ = runs.start(5)
     assert (run.is_over, run.failed) == (True, [])
-    (tests,) = runs.result["contract"].values()
+    tests = runs.result["jobs"]["contract, 2 ranks"]["tests"]
     assert (tests["passed"], tests["skipped"]) == (0, 1)
 
 
-def test_the_tests_of_gpus_are_found():
+def test_the_tests_of_gpus_are_found(tmp_path):
     run_all = load_run_all()
     names = {path.stem for path in run_all.tests_of_gpus()}
     known = {"test_gpu", "test_transports", "test_host_to_device", "test_elastic"}
     assert known <= names
-    plan = run_all.Plan(["mpirun"], Path("work"), False)
-    jobs = list(plan.jobs("contract", 2, is_aware=True))
+    run = run_all.Run(run_all.parse([f"--output={tmp_path}"]), ["mpirun"], tmp_path)
+    run.ended["facts, 2 ranks"] = {"records": [{"is_aware": True}]}
+    jobs = list(run.jobs("contract", 2))
     assert {job.label for job in jobs} == names
     assert all(job.variables["MPIDIST_CUDA_AWARE"] == "1" for job in jobs)
 
@@ -159,25 +162,65 @@ def test_what_came_of_tests_is_told():
         "rank 1 of 2: tests/test_gpu.py::test_a[b c] failed in call\n"
         "FAILED tests/test_gpu.py::test_d - AssertionError\n1 failed, 2 passed in 3.0s"
     )
-    contracts = {
-        "contract test_gpu": gpu_findings.contract_of(failed, "failed with status 1"),
-        "contract test_elastic": gpu_findings.contract_of("3 passed in 1.0s", "ok"),
-    }
-    total = gpu_findings.all_of(contracts)
-    assert total == {
-        "ended": "contract test_gpu failed with status 1",
-        "passed": 5,
-        "failed": 1,
+    assert gpu_findings.contract_of(failed) == {
+        "passed": 2,
+        "failed": 2,
         "skipped": 0,
         "failures": ["tests/test_gpu.py::test_a[b c]", "tests/test_gpu.py::test_d"],
     }
-    lines = gpu_findings.table([], total, {}, ranks=2)
-    assert any("MISSED: 5 passed, 1 failed; pytest contract" in line for line in lines)
+    found = gpu_findings.contract_of("..s\n3 passed, 1 skipped in 2.00s")
+    assert (found["passed"], found["skipped"], found["failures"]) == (3, 1, [])
+    stopped = gpu_findings.contract_of("..s [  5%]\n.s. [ 10%]")
+    assert (stopped["passed"], stopped["skipped"]) == (4, 2)
+
+
+def test_what_gpus_show_is_judged():
+    ratios = {
+        ("all_reduce, 8 bytes", "raw CUDA-aware MPI"): (0.75, "reached"),
+        ("all_reduce, large, the best way", "pageable staging"): (15, "reached"),
+        ("ipc, bytes it moves", "copies within GPU memory"): (0.625, "reached"),
+        ("ipc, bytes of arrays", "copies within GPU memory"): (0.375, "MISSED"),
+        ("gradients of ResNet-50", "raw CUDA-aware MPI"): (2, "MISSED"),
+        ("step of torch's DDP by NCCL", "as torchrun starts it"): (1.03, "MISSED"),
+    }
+    records = [
+        {"kind": "comparison", "case": case, "against": against, "ratio": ratio}
+        for (case, against), (ratio, _) in ratios.items()
+    ]
+    end = "loss=0.1, accuracy=1]loss=0.085341 accuracy=0.9861 samples_per_s=10 ranks=2"
+    jobs = {
+        "limit": {"records": records},
+        "contract": {
+            "tests": gpu_findings.contract_of("3 passed in 1s"),
+            "ended": "ok",
+        },
+        "job GPU": {"label": "GPU", "learned": gpu_findings.job_of(end)},
+        "job CPU": {
+            "label": "CPU",
+            "learned": gpu_findings.job_of(end.replace("341", "343")),
+        },
+    }
+    lines = gpu_findings.lines_of(jobs, 2)
+    words = {line[:50].strip(): line.split()[-1] for line in lines}
+    for (case, _), (_, word) in ratios.items():
+        assert words[case] == word, case
+    assert words["HDF5 rows to GPU, contiguous"] == "measured"  # not measured
+    assert lines[-2].endswith("reached: 3 passed, 0 failed, 0 skipped")
+    assert lines[-1].endswith("reached")
+    lines = gpu_findings.lines_of({}, 2)
+    assert sum(line.endswith("not measured") for line in lines) == len(lines) - 1
+    assert len(gpu_findings.lines_of({}, 1)) < len(lines)
+
+
+def test_what_ipc_moves():
+    """Of two ranks, both read what both have; of more, each adds up a part."""
+    assert gpu_findings.bytes_of_ipc(1000, 2) == 5000
+    assert gpu_findings.bytes_of_ipc(1000, 4) == 2000 + 1250 + 500 + 1500
 
 
 # Stands for Python: tells how it was called, and ends run_all.py with the next status
 PYTHON = """#!/bin/bash
-[[ $1 == */run_all.py ]] || { [[ $1 == - ]] && exec {python} "$@"; exit 0; }
+[[ $1 == */run_all.py ]] || exit 0
 echo "run_all.py ${*:2}"
 status=$(head -n 1 {folder}/statuses)
 sed -i 1d {folder}/statuses
@@ -190,8 +233,7 @@ def one_machine(tmp_path):
     """A function that runs one_machine.sh; returns its status and its calls."""
     python = tmp_path / "bin" / "python3"
     python.parent.mkdir()
-    text = PYTHON.replace("{python}", sys.executable)
-    python.write_text(text.replace("{folder}", str(tmp_path)))
+    python.write_text(PYTHON.replace("{folder}", str(tmp_path)))
     python.chmod(0o755)
 
     def run(statuses, *options):

@@ -22,47 +22,40 @@
 set -uo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-archive='' wheels='' output=gpu-results minutes=8 runs='start tests table' others=()
-while (($#)); do
-    case $1 in
-        --mpi | --wheels | --output | --minutes | --run)
-            (($# > 1)) || { echo "$1 needs a value" >&2; exit 2; }
-            case $1 in
-                --mpi) archive=$2 ;;
-                --wheels) wheels=$2 ;;
-                --output) output=$2 ;;
-                --minutes) minutes=$2 ;;
-                --run) runs=$2 ;;
-            esac
-            shift 2
-            ;;
-        -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit ;;
-        *) others+=("$1"); shift ;;
-    esac
-done
-[[ -z $archive || -f $archive ]] || { echo "there is no file $archive" >&2; exit 2; }
-[[ -z $wheels || -d $wheels ]] || { echo "there is no folder $wheels" >&2; exit 2; }
-[[ $minutes =~ ^[1-9][0-9]*$ ]] || { echo "--minutes $minutes is no number" >&2; exit 2; }
-for run in $runs; do
-    [[ $run =~ ^(start|tests|table)$ ]] || { echo "there is no run $run" >&2; exit 2; }
-done
-
+declare -A given=([mpi]='' [wheels]='' [output]=gpu-results [minutes]=8
+    [run]='start tests table')
+declare -A options=([start]=--quick [tests]='--parts facts checks contract'
+    [table]='--parts facts tune sizes gradients limit input job gathers torch')
+others=()
+refuse() { echo "$*" >&2; exit 2; }
 say() { printf '\n== %4ds  %s\n' "$SECONDS" "$*"; }
+while (($#)); do
+    name=${1#--}
+    if [[ $1 == --help || $1 == -h ]]; then
+        sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit
+    elif [[ $1 == --* && -v given[$name] ]]; then
+        (($# > 1)) || refuse "$1 needs a value"
+        given[$name]=$2; shift 2
+    else
+        others+=("$1"); shift
+    fi
+done
+archive=${given[mpi]} wheels=${given[wheels]} output=${given[output]}
+[[ -z $archive || -f $archive ]] || refuse "there is no file $archive"
+[[ -z $wheels || -d $wheels ]] || refuse "there is no folder $wheels"
+[[ ${given[minutes]} =~ ^[1-9][0-9]*$ ]] || refuse "--minutes ${given[minutes]} is no number"
+for run in ${given[run]}; do
+    [[ -v options[$run] ]] || refuse "there is no run $run"
+done
 
-unpack() { # ARCHIVE FOLDER
-    mkdir -p "$2"
+use_mpi() { # make mpi4py and this shell find what is in the archive
+    mkdir "$work/mpi"
     # Python can unpack what tar cannot, where xz is missing
-    tar -C "$2" -xf "$1" 2>/dev/null || python3 - "$1" "$2" <<'PYTHON'
-import sys, tarfile
-tarfile.open(sys.argv[1]).extractall(sys.argv[2])
-PYTHON
-}
-
-use_mpi() { # ARCHIVE FOLDER: make mpi4py and this shell find what is in the archive
-    unpack "$1" "$2" || return
+    tar -C "$work/mpi" -xf "$archive" 2>/dev/null ||
+        python3 -m tarfile -e "$archive" "$work/mpi" || return
     local mpirun prefix
-    mpirun=$(find "$2" -path '*/bin/mpirun' -print -quit)
-    [[ -n $mpirun ]] || { echo "there is no bin/mpirun in $1"; return 1; }
+    mpirun=$(find "$work/mpi" -path '*/bin/mpirun' -print -quit)
+    [[ -n $mpirun ]] || { echo "there is no bin/mpirun in $archive"; return 1; }
     prefix=${mpirun%/bin/mpirun}
     export OPAL_PREFIX=$prefix PRTE_PREFIX=$prefix PMIX_PREFIX=$prefix
     export PATH=$prefix/bin:$PATH MPI4PY_LIBMPI=$prefix/lib/libmpi.so.40
@@ -71,68 +64,48 @@ use_mpi() { # ARCHIVE FOLDER: make mpi4py and this shell find what is in the arc
     [[ ! -f $prefix/env.sh ]] || . "$prefix/env.sh"
 }
 
-install_wheels() { # FOLDER TARGET: one by one, so that one that does not fit spoils none
-    local wheel
-    for wheel in "$1"/*.whl; do
-        PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 \
-            python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir \
-            --upgrade --target "$2" "$wheel" || echo "$wheel could not be installed"
+install_wheels() { # one by one, so that one that does not fit spoils none
+    export PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1
+    for wheel in "$wheels"/*.whl; do
+        python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir \
+            --upgrade --target "$work/site" "$wheel" || echo "$wheel could not be installed"
     done
-    export PYTHONPATH=$2${PYTHONPATH:+:$PYTHONPATH}
+    export PYTHONPATH=$work/site${PYTHONPATH:+:$PYTHONPATH}
 }
 
 main() {
-    local status
     # mpirun needs it, and bare machines may not have it up
     ip link set lo up 2>/dev/null || true
-    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PYTHONUNBUFFERED=1
     # JAX would take three quarters of the GPU
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PYTHONUNBUFFERED=1
     export XLA_PYTHON_CLIENT_PREALLOCATE=false
-    if [[ -n $archive ]]; then
-        say "unpack $archive"
-        use_mpi "$archive" "$work/mpi" || return
-    fi
-    if [[ -n $wheels ]]; then
-        say "install wheels of $wheels"
-        install_wheels "$wheels" "$work/site"
-    fi
+    [[ -z $archive ]] || { say "unpack $archive" && use_mpi || return; }
+    [[ -z $wheels ]] || { say "install wheels of $wheels"; install_wheels; }
     say 'what there is'
     nvidia-smi 2>&1 | head -15
-    python3 --version
     PYTHONPATH=$here/../..${PYTHONPATH:+:$PYTHONPATH} python3 -c '
-import mpi4py.MPI, cupy, h5py, numpy, pytest, mpidist
-print(mpi4py.MPI.Get_library_version().splitlines()[0])
+import sys, mpi4py.MPI, cupy, h5py, numpy, pytest, mpidist
+print(sys.version, mpi4py.MPI.Get_library_version().splitlines()[0], sep="\n")
 for m in (mpidist, cupy, numpy, h5py, mpi4py, pytest):
     print(m.__name__, m.__version__)' || return
-    local run left failed=''
-    for run in $runs; do
+    local run left status=3 failed='' folder
+    for run in ${given[run]}; do
         # To end a job takes 20 s at most
-        left=$((60 * minutes - SECONDS - 25))
-        ((left > 30)) || { status=3; break; }
+        left=$((60 * given[minutes] - SECONDS - 25)) status=3 folder=$output
+        ((left > 30)) || break
+        [[ $run != start ]] || folder=$output/start
         say "run $run, for $left s"
-        start_run "$run" "$left"
+        # shellcheck disable=SC2086
+        python3 "$here/run_all.py" --go-on --output "$folder" --minutes \
+            "$(printf '%d.%02d' $((left / 60)) $((left % 60 * 100 / 60)))" \
+            ${options[$run]} ${others[@]+"${others[@]}"}
         status=$?
         ((status != 3)) || break
         [[ $status == 0 ]] || failed+=" $run"
     done
-    if [[ $status == 3 ]]; then
-        say 'something is left: call this again'
-    else
-        say "nothing is left;${failed:- no run} failed"
-        [[ -z $failed ]] || status=1
-    fi
-    return $status
-}
-
-start_run() { # NAME SECONDS
-    local options=(--go-on --output "$output")
-    options+=(--minutes "$(printf '%d.%02d' $(($2 / 60)) $(($2 % 60 * 100 / 60)))")
-    case $1 in
-        start) options+=(--quick --output "$output/start") ;;
-        tests) options+=(--parts facts checks contract) ;;
-        table) options+=(--parts facts tune sizes gradients limit input job gathers torch) ;;
-    esac
-    python3 "$here/run_all.py" "${options[@]}" ${others[@]+"${others[@]}"}
+    ((status != 3)) || { say 'something is left: call this again'; return 3; }
+    say "nothing is left;${failed:- no run} failed"
+    [[ -z $failed ]]
 }
 
 mkdir -p "$output" || exit

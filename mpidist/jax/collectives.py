@@ -29,7 +29,6 @@ from mpidist.jax.runtime import (
 from mpidist.options import CommunicationOptions
 from mpidist.reductions import ReduceOp
 from mpidist.util import validation
-from mpidist.util.dtypes import digits
 
 if TYPE_CHECKING:
     from mpidist.strategy.strategy import Strategy
@@ -222,9 +221,9 @@ def has_collective(traced: Any, strategy: Strategy) -> bool:
     return False
 
 
-def mean_dtype(dtype: Any) -> Any:
-    """Return the dtype of a mean: JAX's default float for integers."""
-    return dtype if digits(dtype) else jnp.result_type(float)
+def result_dtype(op: ReduceOp, dtype: Any) -> Any:
+    """Return the dtype of a reduction's results, as JAX has it without x64."""
+    return jax.dtypes.canonicalize_dtype(op.rule.result(np.dtype(dtype)))
 
 
 def as_leaves(leaves: Sequence[Any], call: str) -> list[Any]:
@@ -261,8 +260,7 @@ def _bind(leaves: Sequence[Any], call: _Call) -> list[Any]:
 def _shapes(args: Sequence[Any], call: _Call) -> list[jax.ShapeDtypeStruct]:
     """Return the shapes and dtypes of results. An all_gather stacks its arguments."""
     front = (call.strategy.num_replicas_in_sync,) if call.name == "all_gather" else ()
-    dtypes = [call.op.rule.result(a.dtype) if call.op else a.dtype for a in args]
-    dtypes = list(map(jax.dtypes.canonicalize_dtype, dtypes))  # without x64
+    dtypes = [result_dtype(call.op, a.dtype) if call.op else a.dtype for a in args]
     shapes = [(*front, *a.shape) for a in args]
     return list(map(jax.ShapeDtypeStruct, shapes, dtypes))
 

@@ -15,10 +15,11 @@ from mpidist.jax.collectives import (
     as_leaves,
     has_collective,
     is_traced,
-    mean_dtype,
+    result_dtype,
 )
 from mpidist.jax.runtime import checked, find_strategy
 from mpidist.options import CommunicationOptions
+from mpidist.reductions import ReduceOp
 from mpidist.util import logs, validation
 
 if TYPE_CHECKING:
@@ -201,7 +202,9 @@ def _sums(means: Any, rows: Any, call: str) -> tuple[Any, Any, Any]:
         return jnp.where(count > 0, mean.astype(wide) * count.astype(wide), 0)
 
     means = jax.tree.map(lambda mean: as_leaves([mean], call)[0], means)
-    dtypes = jax.tree.map(lambda mean: mean_dtype(mean.dtype), means)
+    # bool has a mean here, as integers have
+    numbers = jax.tree.map(lambda mean: jnp.promote_types(mean.dtype, "i1"), means)
+    dtypes = jax.tree.map(lambda dtype: result_dtype(ReduceOp.MEAN, dtype), numbers)
     # float64 for means of that: float32 counts up to 2**24
     count = jnp.asarray(rows, jnp.result_type(float))
     return jax.tree.map(sum_of, means, dtypes), count, dtypes

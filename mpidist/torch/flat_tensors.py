@@ -21,14 +21,7 @@ from mpidist.reductions import ReduceOp
 from mpidist.torch import compat
 from mpidist.util.dtypes import dtype_of, is_integer
 
-_REDUCE_OPS = {
-    "SUM": ReduceOp.SUM,
-    "PREMUL_SUM": ReduceOp.SUM,
-    "AVG": ReduceOp.MEAN,
-    "MIN": ReduceOp.MIN,
-    "MAX": ReduceOp.MAX,
-    "PRODUCT": ReduceOp.PRODUCT,
-}
+_REDUCE_OPS = {**ReduceOp.__members__, "PREMUL_SUM": ReduceOp.SUM}
 # In which booleans, as bytes of 0 and 1, are reduced
 _OF_BOOLEANS = {"SUM": "MAX", "PRODUCT": "MIN", "AVG": "", "PREMUL_SUM": ""}
 # Sums of others are formed in wider ones, or may not fit
